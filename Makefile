@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 INSTALLED_DEV := $(VENV)/installed-dev
+INSTALLED_RELEASE := $(VENV)/installed-release
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Each rank imports the tests and the package anew: it should not compile them anew, whatever the shell says.
@@ -27,7 +28,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory -j8 $(GROUPS)
 PYTEST_OPTIONS ?=
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_OPTIONS)
 
-.PHONY: demo chat pretrained gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check install clean
+.PHONY: demo chat pretrained gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check install release clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
@@ -110,6 +111,11 @@ check: $(INSTALLED_DEV)
 
 install: $(INSTALLED_DEV)
 
+# dist/ with the wheel and the sdist of the last commit, both tried in an environment that has nothing else.
+RELEASE_PYTHON ?= $(PYTHON)
+release: $(INSTALLED_RELEASE)
+	$(BIN)/python tests/harness/release.py dist --python $(RELEASE_PYTHON)
+
 # Installed again only when what is installed changes, so that everything works offline afterwards. The build tools come
 # from the same pip, without the isolated environment that would be downloaded for every build. Python compiles a module
 # when it is first imported, which most of the installed ones never are.
@@ -127,6 +133,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt
 	$(call install_with,dev)
+
+$(INSTALLED_RELEASE): pyproject.toml constraints.txt
+	$(call install_with,release)
 
 define fetch
 @echo 'downloading $(1)'

@@ -15,7 +15,7 @@ from shardwise.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "runs.md"
 # Constants in capitals of modules that look at the environment.
-OTHER = {"AMD64", "CPU", "ERROR", "HEAD", "WORLD", "ZX"}
+OTHER = {"AMD64", "CPU", "ERROR", "FAILED", "FINISHED", "HEAD", "KILLED", "WORLD", "ZX"}
 
 
 def constants() -> set[str]:

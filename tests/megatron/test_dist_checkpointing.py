@@ -1,15 +1,21 @@
 """Megatron's save and load: plain values and tensors come back at any layout, and other libraries' folders are told."""
 
+import logging
+
 import pytest
 import torch
 from harness.parity import assert_bit_equal
 
 from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
 from shardwise.core.topology import Topology
+from shardwise.megatron.core import sharded_entries
+from shardwise.megatron.core.optimizer import _shards_in
 from shardwise.megatron.dist_checkpointing import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
+    ShardedTensorFactory,
+    StrictHandling,
     check_is_distributed_checkpoint,
     load,
     load_common_state_dict,
@@ -54,7 +60,7 @@ def test_a_state_comes_back_at_another_layout(group, tmp_path):
     assert_bit_equal(loaded["model"]["w"], WHOLE)
     assert (loaded["iteration"], loaded["schedule"], loaded["own"]) == (7, [{"lr": 0.5}, "cosine"], own)
     with pytest.raises(CheckpointError, match="of another model"):
-        load(wanted, folder, strict="raise_unexpected", process_group=alone.group("tp"))
+        load(wanted, folder, strict="raise_all", process_group=alone.group("tp"))
 
 
 @pytest.mark.ranks(1)
@@ -72,6 +78,111 @@ def test_no_process_deletes_what_is_being_loaded(group, tmp_path, monkeypatch):
 
         monkeypatch.setattr(checkpoint, name, after_a_removal)
         assert read()["iteration"] == 7
+
+
+@pytest.mark.ranks(4)
+def test_parts_are_boxes_of_any_axes_and_sizes(group, tmp_path):
+    """Two axes that are cut, parts of unequal sizes by Megatron's constructor, and a part without elements."""
+    rank = group.rank()
+    tall, wide = divmod(rank, 2)
+    tile = WHOLE[:2, 4 * wide : 4 * wide + 4][tall : tall + 1]
+    sizes, starts = (3, 0, 7, 1), (0, 3, 3, 10)
+    line = torch.arange(11.0)[starts[rank] : starts[rank] + sizes[rank]]
+    state = {
+        "tile": ShardedTensor.from_rank_offsets("tile", tile, (0, tall, 2), (1, wide, 2), replica_id=3),
+        "line": ShardedTensor("line", line, line.dtype, line.shape, (11,), (starts[rank],), None),
+        "deep": ShardedTensor.from_rank_offsets("deep", tile, (0, tall, 2), (2, wide, 2), prepend_axis_num=1),
+    }
+    assert (state["tile"].global_offset, state["tile"].global_shape) == ((tall, 4 * wide), (2, 8))
+    assert (state["tile"].local_shape, state["tile"].axis_fragmentations) == ((1, 4), (2, 2))
+    assert (state["deep"].global_shape, state["tile"].replica_id, state["deep"].prepend_axis_num) == ((2, 1, 8), 3, 1)
+    save(state, tmp_path)
+    wanted = {
+        "tile": ShardedTensor.from_rank_offsets("tile", torch.zeros(2, 8)),
+        "line": ShardedTensor.from_rank_offsets("line", torch.zeros(11)),
+        "deep": ShardedTensor.from_rank_offsets("deep", torch.zeros(1, 8), (0, 1, 2), prepend_axis_num=1),
+    }
+    found = load(wanted, tmp_path)
+    assert_bit_equal(found["tile"], WHOLE[:2])
+    assert_bit_equal(found["line"], torch.arange(11.0))
+    assert_bit_equal(found["deep"], WHOLE[1:2])
+    for offsets, options in (
+        ([(0, 2, 2)], {}),
+        ([(2, 0, 1)], {}),
+        ([(0, 0, 2)] * 2, {}),
+        ([], {"prepend_axis_num": 1}),
+    ):
+        with pytest.raises(ShardingError, match="line: "):
+            ShardedTensor.from_rank_offsets("line", line, *offsets, **options)
+
+
+@pytest.mark.ranks(2)
+def test_strict_says_what_becomes_of_tensors_that_one_side_has(group, tmp_path):
+    texts = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("shardwise.megatron.core.dist_checkpointing").addHandler(handler)
+    save({"w": shard(group.rank(), 2, True), "only": ShardedTensor.from_rank_offsets("only", torch.ones(2))}, tmp_path)
+    extra = ShardedTensor.from_rank_offsets("extra", torch.zeros(3))
+
+    def wanted():
+        # "extra" on rank 1 alone.
+        return {"w": shard(group.rank(), 2, False), "in": {"a": [extra][: group.rank()], "b": 5}}
+
+    unexpected = {"extra"} if group.rank() else set()
+    for strict in StrictHandling:
+        texts.clear()
+        if strict.name in ("ASSUME_OK_UNEXPECTED", "RAISE_UNEXPECTED", "RAISE_ALL"):
+            with pytest.raises(CheckpointError, match="extra"):
+                load(wanted(), tmp_path, strict=strict)
+            continue
+        found = load(wanted(), tmp_path, strict=strict)
+        if strict.name.startswith("RETURN"):
+            found, *names = found
+            assert names == [{"only"} if strict.name == "RETURN_ALL" else set(), unexpected]
+        assert_bit_equal(found["w"], shard(group.rank(), 2, True).data)
+        assert "extra" not in str(found)
+        logged = {"Unexpected": unexpected if "LOG" in strict.name else (), "Missing": strict.name == "LOG_ALL"}
+        assert {what: what in str(texts) for what in logged} == {what: bool(keys) for what, keys in logged.items()}
+    assert load({"w": shard(group.rank(), 2, False)}, tmp_path, strict="raise_unexpected").keys() == {"w"}
+    with pytest.raises(CheckpointError, match="'only'"):
+        load({"w": shard(group.rank(), 2, False)}, tmp_path, strict="raise_all")
+
+
+@pytest.mark.ranks(2)
+def test_factories_are_stored_as_what_they_build(group, tmp_path):
+    """The halves of a gated weight, each cut over the ranks; a rank alone reads the weight of one rank."""
+    gate, up = torch.arange(8.0).view(4, 2), 100 + torch.arange(8.0).view(4, 2)
+
+    def entry(rank, size, data):
+        def build(key, tensor, replica_id, flattened_range):
+            assert (replica_id, flattened_range) == ((0, 5), None)
+            return [
+                ShardedTensor.from_rank_offsets(key, half, (0, rank + i * size, 2 * size))
+                for i, half in enumerate(tensor.chunk(2))
+            ]
+
+        part = torch.cat([half.chunk(size)[rank] for half in (gate, up)])
+        return ShardedTensorFactory("fc1", part if data else torch.zeros_like(part), build, torch.cat, (0, 5))
+
+    save({"mlp": {"fc1": entry(group.rank(), 2, True)}, "step": 3}, tmp_path)
+    alone = Topology.create(tp=1).group("tp")
+    found = load({"mlp": {"fc1": entry(0, 1, False)}}, tmp_path, process_group=alone)
+    assert_bit_equal(found["mlp"]["fc1"], torch.cat([gate, up]))
+    assert found["step"] == 3
+    with pytest.raises(ConfigError, match="'fc1' is a ShardedTensorFactory, whose optimizer state has no entries"):
+        _shards_in({"a": [entry(0, 1, True)]})
+    # As programs do it themselves.
+    state = {"a": [entry(0, 1, True)]}
+    sharded_entries.apply_prefix_mapping(state, {"fc": "new."})
+    sharded_entries.apply_factories(state)
+    assert [part.key for part in state["a"][0]] == ["new.1"] * 2
+    loaded = {"a": [[part.data for part in state["a"][0]]]}
+    assert_bit_equal(
+        sharded_entries.apply_factory_merges(loaded, {"a": [entry(0, 1, True)]})["a"][0], torch.cat([gate, up])
+    )
+    with pytest.raises(CheckpointError, match=r"nothing at \['a', 0\], where a factory"):
+        sharded_entries.apply_factory_merges({"a": []}, {"a": [entry(0, 1, True)]})
 
 
 PLAIN = {
@@ -100,8 +211,6 @@ def test_plain_values_come_back_as_they_are(group, tmp_path):
     same(load_content_metadata(preloaded_state_dict=common), PLAIN)
     with pytest.raises(ConfigError, match="needs checkpoint_dir or preloaded_state_dict"):
         load_content_metadata()
-    with pytest.raises(ShardingError, match=r"b: .* call ShardedTensor\.from_rank_offsets\(key, data, "):
-        ShardedTensor("b", torch.ones(2), torch.float32, (2,), (2,), (0,), None)
     same({key: common[key] for key in PLAIN}, PLAIN)
     assert [*map(type, common["pair"])] == [tuple, type(None), float]
     wanted = {7: {"w": shard(group.rank(), 2, False)}}
@@ -177,8 +286,8 @@ def test_what_cannot_be_stored_is_told_on_every_rank(group, tmp_path):
         save(twice, tmp_path)
     with pytest.raises(ConfigError, match="async_sharded_save is True"):
         save({}, tmp_path, async_sharded_save=True)
-    with pytest.raises(ConfigError, match="strict is 'log_all'; it must be one of assume_ok_unexpected"):
-        load({}, tmp_path, strict="log_all")
+    with pytest.raises(ConfigError, match="strict is 'log'; it must be one of assume_ok_unexpected"):
+        load({}, tmp_path, strict="log")
     with pytest.raises(ConfigError, match="'rng' would be stored pickled"):
         ShardedObject("rng", object(), (1,), (0,))
     assert list(tmp_path.iterdir()) == []

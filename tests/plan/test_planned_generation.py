@@ -12,7 +12,7 @@ from harness.peaks import LivePeak
 
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.topology import Groups
-from shardwise.models.generation import PreallocatedCache, Sampling, generate, generate_batch
+from shardwise.models.generation import Request, Sampling, generate, generate_all
 from shardwise.plan.generation import GenerationPlan
 from shardwise.run import fit_generation, plan_generation
 
@@ -83,7 +83,7 @@ def test_ranks_that_generate(group, plans):
     for param in params:
         param.data.normal_(0, 0.02)
     assert plan.weights == sum(each.nbytes for each in (*params, *dict.fromkeys(model.buffers())))
-    cache = PreallocatedCache.for_model(model, batch_size=text.batch_size, capacity=text.capacity)
+    cache = text.cache(model)
     assert plan.cache == cache.num_bytes
     assert plan.cache_per_token * text.batch_size * text.capacity == plan.cache
     del cache
@@ -96,7 +96,7 @@ def test_ranks_that_generate(group, plans):
         if text.batch_size == 1:
             generate(model, prompts[0], **given)
         else:
-            generate_batch(model, prompts, **given)
+            generate_all(model, [Request(prompt, **given) for prompt in prompts], max_sequences=len(prompts))
     assert plan.total - plan.weights == pytest.approx(measured.peak - plan.weights, rel=0.01)
 
 
@@ -185,13 +185,3 @@ def test_what_does_not_fit(tmp_path):
         fit_generation("much", folder)
     with pytest.raises(CheckpointError, match="nowhere"):
         fit_generation("1GiB", tmp_path / "nowhere")
-
-
-def test_texts_that_are_generated_one_by_one(tmp_path):
-    folder = folder_of(tmp_path / "model", LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
-    plan = plan_generation(folder, device="cpu")
-    assert plan.text.is_alone
-    with pytest.raises(ConfigError, match="the batch size is 2, and this model generates texts one by one"):
-        plan_generation(folder, device="cpu", batch_size=2)
-    (fitting,) = fit_generation("1GiB", folder, device="cpu")
-    assert fitting.text == plan.text

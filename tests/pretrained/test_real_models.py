@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from storage.huggingface.hf_references import groups_of
 
 from shardwise.models.bert import Bert
-from shardwise.models.generation import GREEDY, generate_batch
+from shardwise.models.generation import GREEDY, Request, generate_all
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, save_pretrained
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
 
@@ -54,7 +54,8 @@ def test_logits_log_probs_and_texts(group: dist.ProcessGroup, smollm: Path, tmp_
     assert_close_to(log_probs, expected["log_probs"], rtol_of_norm=RTOL)
     prompts = [expected[f"prompt {number}"].tolist() for number in range(len(QUESTIONS))]
     texts = [expected[f"text {number}"].tolist() for number in range(len(QUESTIONS))]
-    written = generate_batch(model, prompts, max_new_tokens=NEW_TOKENS, eos_id=END, sampling=GREEDY)
+    requests = [Request(prompt, NEW_TOKENS, GREEDY, eos_ids=[END]) for prompt in prompts]
+    written = [each.text_ids for each in generate_all(model, requests)]
     # Transformers also returns the token that ends a text.
     assert written == [text[: text.index(END)] if END in text else text for text in texts]
     if group.size() == 3:

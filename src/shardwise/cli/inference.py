@@ -12,7 +12,7 @@ import tyro
 from shardwise.cli.arguments import SplitArguments, check_data, check_file, check_model
 from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.run.settings import CorpusSettings
+from shardwise.run.settings import CorpusSettings, TrackerName
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, SEED, SEQUENCE, STEPS, TEMPERATURE, TOP_P, Folder, Range
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class EvalArguments(ModelArguments):
         limit: number of questions of each task; all if not given.
         chat: ask with the model's chat template.
         output: JSON file for the harness's report.
+        track: experiment trackers that get the metrics; a failing one never stops the command.
         device: device to compute on; "auto" takes a GPU if there is one for each rank.
     """
 
@@ -208,6 +209,7 @@ class EvalArguments(ModelArguments):
     limit: Annotated[int | None, Range(1, 10**9)] = None
     chat: bool = False
     output: Annotated[str | None, Folder()] = None
+    track: tuple[TrackerName, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def _check_together(self) -> None:

@@ -34,7 +34,7 @@ MOST_STEPS = 20
 _NO_EXPERIMENT = {
     "": {
         *("out", "data", "resume", "device", "timeout", "validate", "peak_tflops", "parallel", "recompute", "profile"),
-        "record_routing",
+        *("record_routing", "track"),
     },
     "lora": {"lora_merge"},
     "training": {

@@ -33,13 +33,15 @@ _OF_NULL = {
 }
 
 
-class _HasInstances(type):
-    """Class of an absent base class whose one implementation is offered."""
-
-    implementation: type
+class HasInstances(type):
+    """Class of a class whose instances are the objects of its ``implementation``; subclasses have their own."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.implementation)
+        return (
+            isinstance(instance, vars(cls)["implementation"])
+            if "implementation" in vars(cls)
+            else (super().__instancecheck__(instance))
+        )
 
 
 def absent_names(
@@ -69,7 +71,7 @@ def absent_names(
 
         members = {"__doc__": f"Refused: {why}.", "__new__": refuse}
         if name in implemented:
-            return _HasInstances(name, (base,), members | {"implementation": implemented[name]})
+            return HasInstances(name, (base,), members | {"implementation": implemented[name]})
         return type(name, (base,), members)
 
     return look_up

@@ -18,13 +18,14 @@ _CORE = "shardwise.megatron.core"
 _TABLE = """
 datasets megatron.datasets .gpt_dataset .utils .blended_megatron_dataset_builder .blended_megatron_dataset_config
 datasets - .blended_dataset .indexed_dataset
-dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .utils .validation
+dist_checkpointing megatron.dist_checkpointing .core .serialization .validation
 distributed megatron.distributed .distributed_data_parallel .distributed_data_parallel_config .finalize_model_grads
 distributed - .fsdp .fsdp.mcore_fsdp_adapter .torch_fully_sharded_data_parallel
 distributed - .torch_fully_sharded_data_parallel_config
 enums megatron.enums = transformer.enums
 extensions - extensions.transformer_engine transformer.custom_layers.transformer_engine
 functions - jit activations fusions.fused_bias_gelu fusions.fused_bias_swiglu fusions.fused_bias_geglu
+functions - fusions.fused_softmax
 inference - inference.contexts inference.contexts.base_context inference.contexts.static_context
 inference - inference_params
 models megatron.models
@@ -34,6 +35,7 @@ models.transformer_models megatron.models.bert models.bert.bert_lm_head models.b
 models.transformer_models megatron.models.gpt models.gpt.gpt_model
 models.rotary_pos_embedding megatron.rotary_pos_embedding models.common.embeddings.rotary_pos_embedding
 models.rotary_pos_embedding - models.common.embeddings.rope_utils
+models.vision - models.common.vision_module.vision_module models.vision.multimodal_projector
 num_microbatches_calculator megatron.num_microbatches_calculator =
 optimizer megatron.optimizer .optimizer .distrib_optimizer
 optimizer_config - optimizer.optimizer_config optimizer.grad_scaler
@@ -45,7 +47,8 @@ parallel_state.ambient parallel_state.initialize,parallel_state.memory
 pipeline_parallel.schedules megatron.schedules,megatron.p2p_communication pipeline_parallel.p2p_communication
 pipeline_parallel.stages - pipeline_parallel.utils
 process_groups_config megatron.process_groups_config =
-services - config config_logger fp8_utils msc_utils package_info
+services - config config_logger fp8_utils msc_utils package_info typed_torch
+sharded_entries - dist_checkpointing.mapping dist_checkpointing.utils
 symmetric_exchanges megatron.symmetric_exchanges inference.communication.torch_symm_triton
 tensor_parallel tensor_parallel =
 tensor_parallel.attributes tensor_parallel.private_names
@@ -56,9 +59,11 @@ tensor_parallel.layers tensor_parallel.column,tensor_parallel.embedding,tensor_p
 tensor_parallel.mappings tensor_parallel.regions =
 tensor_parallel.random tensor_parallel.recomputation =
 tensor_parallel.utils - =
+timers - =
 tokenizers megatron.tokenizers .megatron_tokenizer .text.libraries.null_tokenizer
 transformer.layer_parts megatron.layer_parts transformer.attention transformer.dot_product_attention transformer.mlp
-transformer.layer_parts - transformer.torch_norm fusions.fused_bias_dropout fusions.fused_layer_norm
+transformer.layer_parts - transformer.torch_norm transformer.torch_layer_norm
+transformer.layer_parts - fusions.fused_bias_dropout fusions.fused_layer_norm
 transformer.moe megatron.moe .moe_layer .router .experts
 transformer.multi_token_prediction - = transformer.moe.moe_utils
 transformer.router_replay - transformer.moe.router_replay
@@ -96,8 +101,8 @@ MEGATRON |= {f"megatron.mpu.{name}": f"{_CORE}.tensor_parallel.{name}" for name 
 PACKAGES = {
     f"megatron.{package}": tuple(f"{_CORE}.{module}" for module in modules.split())
     for package, modules in {
-        "core": "transformer.transformer_config distributed inference services",
-        "core.dist_checkpointing": "dist_checkpointing",
+        "core": "transformer.transformer_config distributed inference services timers",
+        "core.dist_checkpointing": "dist_checkpointing sharded_entries",
         "core.distributed": "distributed",
         "core.models.bert": "models.transformer_models",
         "core.models.common.embeddings": "models.rotary_pos_embedding models.language_module",

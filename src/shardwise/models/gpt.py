@@ -8,7 +8,7 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.models.model_input import ModelInput, check_tensors
 from shardwise.models.transformer.block import TransformerBlock
-from shardwise.models.transformer.core_attention import KeyValueCache
+from shardwise.models.transformer.core_attention import KeyValueCache, RowCache
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.models.transformer_model import TransformerModel
 
@@ -59,7 +59,7 @@ class GPT(TransformerModel):
         *,
         document_ids: Tensor | None = None,
         lengths: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: KeyValueCache | RowCache | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of each token, or logits without ``labels``; hidden states on all but the last stage.
@@ -80,7 +80,8 @@ class GPT(TransformerModel):
                 experts, which do not count padding, and if rotary frequencies depend on the text length. For the latter
                 None means the length of each document or, without documents, that of the longest row, padding included,
                 for all rows, as in ``transformers``.
-            cache: keys and values of earlier tokens, for generation; give ``position_ids`` with it.
+            cache: keys and values of earlier tokens, for generation; give ``position_ids`` with it. With a ``RowCache``
+                logits are those of its ``rows``, ``[n, 1, v/t]``.
             hidden: ``[s, b, h]``, or this rank's shard, the input of the first layer instead of the embedding's output;
                 ``input_ids`` may then be None. Only on the first stage.
 
@@ -112,6 +113,8 @@ class GPT(TransformerModel):
         hidden = self.decoder(hidden, **self._for_layers(batch, hidden, counts_tokens=True))
         if not self.post_process:
             return hidden
+        if isinstance(cache, RowCache):
+            return self._logits_of(cache.rows, hidden, view)
         if batch.labels is None:
             logits = self._logits(hidden, view)
             return logits if batch.moved is None else batch.moved.move_sequence_back(logits)
@@ -122,6 +125,13 @@ class GPT(TransformerModel):
         """Return the logits of the token after each sequence, ``[b, v/t]``; arguments as for ``forward``."""
         logits: Tensor = self(*args, **options)
         return logits[-1]
+
+    def _logits_of(self, rows: Tensor, hidden: Tensor, view: SequenceView) -> Tensor:
+        if len(rows) == 0:
+            return hidden[:0]
+        # With sequence parallelism another rank may hold a row.
+        whole = self.sequence_parallel
+        return self._logits(hidden, view)[rows] if whole else self._logits(hidden[rows], SequenceView(len(rows)))
 
     def _check_hidden(self, hidden: Tensor, sequence: SequenceView) -> None:
         start, stop = sequence.interval

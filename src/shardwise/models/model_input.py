@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
-from shardwise.models.transformer.core_attention import KeyValueCache
+from shardwise.models.transformer.core_attention import KeyValueCache, RowCache
 from shardwise.models.transformer.masks import AttentionMask, document_lengths
 
 
@@ -45,7 +45,7 @@ class ModelInput:
     forbidden: Tensor | None = None
     documents: Tensor | None = None
     lengths: Tensor | None = None
-    cache: KeyValueCache | None = None
+    cache: KeyValueCache | RowCache | None = None
     moved: TokensFirst | None = None
 
     @classmethod
@@ -60,7 +60,7 @@ class ModelInput:
         *,
         skips_padding: bool = False,
         lengths: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: KeyValueCache | RowCache | None = None,
         **others: Any,
     ) -> ModelInput:
         """Create the input from the arguments of ``GPT.forward``.
@@ -135,6 +135,8 @@ class ModelInput:
 
     def text_lengths(self, device: torch.device) -> Tensor | None:
         """Return the length of each token's text, ``[b, 1]`` or ``[b, s]``; None for the batch's length."""
+        if isinstance(self.cache, RowCache):
+            return self.cache.text_lengths
         if self.lengths is not None:
             return self.lengths.unsqueeze(1)
         if self.documents is None or self.documents.shape != (self.num_samples, self.view.whole_length):

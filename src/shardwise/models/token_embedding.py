@@ -99,6 +99,7 @@ class TokenEmbedding(GroupModule):
         tokentype_ids: Tensor | None = None,
         *,
         context: ContextShard | None = None,
+        is_ragged: bool = False,
     ) -> Tensor:
         """Map token ids to hidden states.
 
@@ -107,6 +108,7 @@ class TokenEmbedding(GroupModule):
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
             tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
             context: with context parallelism, the positions of this rank, whose hidden states are returned.
+            is_ragged: whether a row has tokens of several sequences, and may have more than the longest sequence.
 
         Returns:
             ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``.
@@ -116,7 +118,7 @@ class TokenEmbedding(GroupModule):
             ShardingError: the sequence is too long, or token types are given to a model without token types.
         """
         s = input_ids.size(1)
-        if s > self.max_sequence_length:
+        if s > self.max_sequence_length and not is_ragged:
             raise ShardingError(
                 f"the sequence has {s} tokens, the model's max_sequence_length is {self.max_sequence_length}"
             )

@@ -22,6 +22,7 @@ from shardwise.models.model_input import ModelInput
 from shardwise.models.token_embedding import TokenEmbedding, losses_at, places_learned, tokens_at
 from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage
 from shardwise.models.transformer.context_attention import check_way
+from shardwise.models.transformer.core_attention import RowCache
 from shardwise.models.transformer.distance_bias import local_alibi_slopes
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.mlp import layer_arguments, softcap
@@ -390,7 +391,10 @@ class TransformerModel(FixedTensors, LanguageModel):
         """Return the embedding of a batch, or the input of a later stage."""
         if not self.pre_process:
             return self._input_of_a_later_stage()
-        hidden: Tensor = self.embedding(batch.ids, batch.positions, *tokentype_ids, context=batch.view.context)
+        context, is_ragged = batch.view.context, isinstance(batch.cache, RowCache)
+        hidden: Tensor = self.embedding(
+            batch.ids, batch.positions, *tokentype_ids, context=context, is_ragged=is_ragged
+        )
         return hidden
 
     def _num_samples(self, input_ids: Tensor | None, hidden: Tensor | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from itertools import groupby
 
@@ -16,6 +17,17 @@ from shardwise.run.settings import RunSettings
 
 # The rest is for memory outside of the plan, and for fragmentation.
 _USABLE = 0.9
+
+
+def plan_table(pickled: bytes) -> str:
+    """Return the plan of a run as text, for trackers; the arguments are the first four of ``advice``, pickled.
+
+    Raises:
+        ConfigError: the run cannot be planned.
+    """
+    settings, model, device_type, world_size = pickle.loads(pickled)
+    workload = replace(workload_of(settings, model), device_type=device_type)
+    return plan_as_table(make_plan(workload, mesh_of(settings, world_size)), machines=False)
 
 
 def advice(settings: RunSettings, model: ModelConfig, device_type: str, world_size: int, available: int) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +19,10 @@ from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import build_model, model_config
 from shardwise.models.generation import PreallocatedCache, Sampling, on_layers
-from shardwise.models.generation.generation import evaluation_mode, next_tokens
+from shardwise.models.generation.engine import CHUNK_SIZE, PAGE_SIZE
+from shardwise.models.generation.generation import evaluation_mode, next_tokens, own_part
+from shardwise.models.generation.paged_cache import Chunk, PagedCache, RaggedPass
+from shardwise.models.generation.sampling import choose_next_token
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.block import only_layers
 from shardwise.nn.replicated import named_param_layouts
@@ -143,12 +147,6 @@ class Text:
         """Tokens of a text."""
         return self.prompt_length + self.max_new_tokens
 
-    @property
-    def is_alone(self) -> bool:
-        """True if texts are generated one by one, because the rotary frequencies depend on the length."""
-        scaling = self.model.rope_scaling
-        return scaling is not None and scaling.depends_on_length
-
     def build(self, groups: Groups) -> tuple[GPT, str]:
         """Build this rank's part of the model without values, and describe its layers."""
         config = model_config(self.model, params_dtype=self.dtype, perform_initialization=False)
@@ -160,26 +158,55 @@ class Text:
 
     def generate(self, model: GPT, timeline: Timeline) -> tuple[Segment, Segment]:
         """Read the prompts and, as if all but one token were there, add the last one."""
-        sampling, mask = Sampling(temperature=0.8, top_k=50), None
-        tokens = torch.zeros(self.batch_size, self.prompt_length, dtype=torch.int64)
-        # One that draws for all texts needs as much memory as one for each.
-        generators = [torch.Generator()]
         place = len(timeline.segments)
         with evaluation_mode(model):
-            for name, unread, known in (
-                ("reading of the prompt", tokens, 0),
-                ("last token", tokens[:, :1], self.capacity - 1),
-            ):
+            for name, is_prompt in (("reading of the prompt", True), ("last token", False)):
                 timeline.mark(PhaseLabel(name))
-                cache = PreallocatedCache.for_model(model, batch_size=self.batch_size, capacity=self.capacity)
-                cache.extend(known)
-                if self.batch_size > 1:
-                    mask = torch.ones(self.batch_size, known + unread.size(1), dtype=torch.int64)
-                next_tokens(model, unread, cache, sampling, generators, mask=mask)
+                if self.batch_size == 1:
+                    self._continue_one(model, is_prompt=is_prompt)
+                else:
+                    self._continue_batch(model, is_prompt=is_prompt)
                 timeline.mark(None)
-                del cache
         prompt, token = timeline.segments[place:]
         return prompt, token
+
+    def cache(self, model: GPT) -> PreallocatedCache | PagedCache:
+        """Create the cache of all texts."""
+        if self.batch_size == 1:
+            return PreallocatedCache.for_model(model, batch_size=1, capacity=self.capacity)
+        pages = -(-(self.capacity - 1) // PAGE_SIZE) * self.batch_size
+        return PagedCache.for_model(model, num_pages=pages, page_size=PAGE_SIZE)
+
+    def _continue_one(self, model: GPT, *, is_prompt: bool) -> None:
+        cache = self.cache(model)
+        assert isinstance(cache, PreallocatedCache)
+        cache.extend(0 if is_prompt else self.capacity - 1)
+        unread = torch.zeros(1, self.prompt_length if is_prompt else 1, dtype=torch.int64)
+        next_tokens(model, unread, cache, _SAMPLING, [torch.Generator()])
+
+    def _continue_batch(self, model: GPT, *, is_prompt: bool) -> None:
+        """Make the largest pass that reads prompts, while the texts before them grow, or the last one."""
+        cache, left, chunks = self.cache(model), CHUNK_SIZE if is_prompt else 0, []
+        assert isinstance(cache, PagedCache)
+        for _ in range(self.batch_size):
+            count, stop = (min(left, self.prompt_length), self.prompt_length) if left else (1, self.prompt_length + 1)
+            if not is_prompt:
+                stop = self.capacity - 1
+            left = max(0, left - count)
+            pages: list[int] = []
+            cache.extend_(pages, stop)
+            chunks.append(Chunk([0] * count, stop - count, pages, stop))
+        chunks.reverse()
+        rows = [row - 1 for row in accumulate(len(chunk.ids) for chunk in chunks)]
+        row = RaggedPass(cache, chunks, rows)
+        logits = own_part(model, model(row.ids, row.positions, cache=row)[:, 0])
+        # One that draws for all texts needs as much memory as one for each.
+        choose_next_token(
+            logits, _SAMPLING, vocab_size=self.model.vocab_size, group=model.tp_group, generator=[torch.Generator()]
+        )
+
+
+_SAMPLING = Sampling(temperature=0.8, top_k=50)
 
 
 @dataclass(frozen=True)
@@ -245,7 +272,7 @@ class _Rank:
         text = replace(self.text, batch_size=batch_size)
         with pretended(text.device_type, Mesh(tp=self.ranks), self.rank) as (groups, timeline), only_layers(self._few):
             model, _ = text.build(groups)
-            cache = PreallocatedCache.for_model(model, batch_size=batch_size, capacity=text.capacity).num_bytes
+            cache = text.cache(model).num_bytes
             parts = [replace(part, peak=part.peak - cache) for part in text.generate(model, timeline)]
         return GenerationPlan(
             text, self.ranks, self.rank, self.num_parameters, self.layers, self.weights, cache, parts[0], parts[1]
@@ -286,7 +313,7 @@ def _largest(text: Text, ranks: int, limit: int) -> GenerationPlan | None:
     if best.total > limit:
         return None
     # The cache alone bounds the batch, whose bytes grow about evenly.
-    low, high = 1, 1 if text.is_alone else min(int(BATCH.high), (limit - best.weights) // best.cache)
+    low, high = 1, min(int(BATCH.high), (limit - best.weights) // best.cache)
     growth = float(best.total - best.weights)
     while low < high:
         middle = min(high, low + max(1, int((limit - best.total) / growth)))
@@ -300,11 +327,6 @@ def _check(text: Text, ranks: int) -> None:
     check_fits(text.model, ranks)
     if text.model.vocab_size < ranks:
         raise ConfigError(f"the {text.model.vocab_size} ids of the vocabulary cannot be split over {ranks} ranks")
-    if text.is_alone and text.batch_size > 1:
-        raise ConfigError(
-            f"the batch size is {text.batch_size}, and this model generates texts one by one, since its rotary "
-            "frequencies depend on their length; use 1"
-        )
 
 
 def _text_of(

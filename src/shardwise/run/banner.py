@@ -67,7 +67,11 @@ def _computed_by(session: Session) -> str:
         return ""
     if folder.description.transformers_config is None:
         return f"       computed by Shardwise's table of {folder.architecture.model_type}\n"
-    way = "" if session.topology.size("tp") == 1 else ", split by its own plan; the loss gathers logits"
+    way = ""
+    if session.topology.size("tp") > 1:
+        reader = library.other_use_of_logits(folder.description)
+        loss = f"gathers logits, which {reader} reads" if reader else "splits the vocabulary"
+        way = f", split by its own plan; the loss {loss}"
     return f"       computed by {library.name_of(folder.description)}{way}\n"
 
 

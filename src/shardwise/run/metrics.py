@@ -1,4 +1,4 @@
-"""Write a run's metrics: ``metrics.jsonl``, optionally TensorBoard files, and a plot of the loss.
+"""Write a run's metrics: ``metrics.jsonl`` and a plot of the loss.
 
 The progress display shows step, loss, bits per byte, tokens per second and remaining time, as a bar on a terminal and
 as lines in a log.
@@ -72,7 +72,7 @@ class MetricsWriter:
     Lines of steps that a resumed run repeats are removed.
     """
 
-    def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
         path = folder / "metrics.jsonl"
         try:
             before = scan_metrics(path)
@@ -85,7 +85,6 @@ class MetricsWriter:
         # The rename is atomic: readers see a complete file at any time, even if this process is killed.
         write_atomically(path, lambda file: file.write(kept.encode()))
         self._file: TextIO = path.open("a", encoding="utf-8")
-        self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
 
     def write(self, step: int, values: Metrics) -> None:
         """Record ``values`` of ``step``; raise UnwritableError if the file cannot be written."""
@@ -97,9 +96,6 @@ class MetricsWriter:
                 f"cannot write {self._file.name!r}: {error.strerror or error}; free the disk, and go on with "
                 "--resume auto"
             ) from error
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -108,19 +104,6 @@ class MetricsWriter:
         # What cannot be written raised an error in ``write``.
         with suppress(OSError):
             self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _open_tensorboard(folder: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except Exception as error:  # an optional package can fail in any way
-        raise ConfigError(
-            f"training.tensorboard needs TensorBoard ({error}); install it with: pip install 'shardwise[tensorboard]'"
-        ) from error
-    # Steps that a resumed run repeats are dropped here too.
-    return SummaryWriter(str(folder), purge_step=first_step)
 
 
 def import_pyplot() -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from shardwise.run.session import metrics_of, open_session
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Outcome, Session, Task
+from shardwise.run.tracking import Tracking
 from shardwise.run.utilisation import peak_memory, profiled
 from shardwise.storage.checkpoint.saving import SaveProgress
 from shardwise.training.hooks import StepHooks
@@ -48,11 +50,13 @@ def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Ou
         agree(lambda: print(_first_lines(session), flush=True) if ranks.is_first else None, group=ranks.control)
         with session.shortage.explained():
             session.task.method.before(session)
-        outcome = train(session)
-        session.task.write(session)
-        outcome = finish(session, outcome)
-        if ranks.is_first:
-            print(session.task.report(session, outcome))
+        with Tracking(settings.trackers if ranks.is_first else (), session.out / "trackers") as tracking:
+            outcome = train(session, tracking)
+            session.task.write(session)
+            outcome = finish(session, outcome)
+            if ranks.is_first:
+                tracking.report = session.task.report(session, outcome)
+                print(tracking.report, flush=True)
         return outcome
 
 
@@ -60,7 +64,7 @@ def _first_lines(session: Session) -> str:
     return f"{banner(session)}\n{session.utilisation.line()}"
 
 
-def train(session: Session) -> Outcome:
+def train(session: Session, tracking: Tracking | None = None) -> Outcome:
     """Train to the last step and save; every rank calls."""
     if session.ranks.device.type == "cpu":
         keep_freed_memory()
@@ -79,7 +83,7 @@ def train(session: Session) -> Outcome:
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
     with signals_postponed() as signals, session.shortage.explained():
-        return _Training(session, first_step, CheckpointWriter(session, checkpoint), signals).run()
+        return _Training(session, first_step, CheckpointWriter(session, checkpoint), signals, tracking).run()
 
 
 @dataclass
@@ -90,6 +94,7 @@ class _Training(StepHooks):
     first_step: int
     saves: CheckpointWriter
     signals: Postponed
+    tracking: Tracking | None
     _saved_at: float = 0.0
     _counter: CollectiveCounter = field(default_factory=CollectiveCounter)
     _counting: ExitStack = field(default_factory=ExitStack)
@@ -110,15 +115,12 @@ class _Training(StepHooks):
         try:
             with ExitStack() as stack:
                 metrics = agree(
-                    lambda: (
-                        MetricsWriter(session.out, self.first_step, tensorboard=settings.tensorboard)
-                        if session.ranks.is_first
-                        else None
-                    ),
+                    lambda: MetricsWriter(session.out, self.first_step) if session.ranks.is_first else None,
                     group=session.ranks.control,
                 )
                 if metrics is not None:
                     stack.enter_context(metrics)
+                    self._start_tracking()
                 progress = stack.enter_context(
                     Progress(settings.steps, self.first_step, visible=session.ranks.is_first)
                 )
@@ -144,6 +146,20 @@ class _Training(StepHooks):
             len(self._counter.launches),
             self._counter.num_bytes,
             self.saves.newest,
+        )
+
+    def _start_tracking(self) -> None:
+        """Start the trackers, on the rank that writes metrics, when the file of metrics is there."""
+        if self.tracking is None:
+            return
+        session, settings = self.session, self.session.settings
+        facts = settings, session.trainer.model.config, session.ranks.device.type, session.ranks.world_size
+        self.tracking.start(
+            session.out.absolute().name,
+            settings.to_json(),
+            metrics=session.out / "metrics.jsonl",
+            first_step=self.first_step,
+            plan=pickle.dumps(facts),
         )
 
     def _step(self, step: int, metrics: MetricsWriter | None, progress: Progress) -> None:
@@ -186,6 +202,8 @@ class _Training(StepHooks):
                 metrics.write(step, {name: value for name, value in values.items() if math.isfinite(value)})
             except UnwritableError as error:
                 self._unwritten = error
+            if self.tracking is not None:
+                self.tracking.show_notes()
         progress.update(reported, values)
         if last:
             self._save(done, signum)

@@ -227,7 +227,7 @@ class TrainingSettings(Checked, prefix="training."):
             copies, which saves memory but loses updates too small for bf16.
         doctor_every: number of steps between comparisons of the parameters that ranks hold copies of; the run stops at
             the first that differs. 0 compares them only before the first step.
-        tensorboard: also write the metrics for TensorBoard, to ``out/tensorboard``.
+        tensorboard: another name of --track tensorboard, which writes to ``out/tensorboard``.
         loss: "linear_fused" computes the output layer and the loss together, without gathering logits; "plain" computes
             one after the other.
         rng: random numbers of dropout: "global" draws the same masks at every tp, so that the run does not depend on

@@ -16,11 +16,23 @@ def kept_probabilities(logits: Sequence[float], sampling: Sampling) -> dict[int,
     weights = {i: math.exp((logits[i] - logits[order[0]]) / sampling.temperature) for i in order}
     total = math.fsum(weights.values())
     kept: dict[int, float] = {}
+    reached = 0.0
     for i in order:
-        if sampling.top_p < 1 and math.fsum(kept.values()) / total >= sampling.top_p:
+        if sampling.top_p < 1 and reached / total >= sampling.top_p:
             break
-        kept[i] = weights[i]
+        reached += weights[i]
+        if weights[i] >= sampling.min_p * weights[order[0]]:
+            kept[i] = weights[i]
     return {i: weight / math.fsum(kept.values()) for i, weight in kept.items()}
+
+
+def penalised(logits: Sequence[float], sampling: Sampling, prompt: Sequence[int], text: Sequence[int]) -> list[float]:
+    """The logits after repetition and presence penalty."""
+    result = list(logits)
+    for i in {*prompt, *text}:
+        result[i] *= sampling.repetition_penalty if result[i] < 0 else 1 / sampling.repetition_penalty
+        result[i] -= sampling.presence_penalty * (i in text)
+    return result
 
 
 def choose(logits: Sequence[float], sampling: Sampling, uniform: Sequence[float]) -> int:

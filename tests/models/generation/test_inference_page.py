@@ -1,4 +1,4 @@
-"""The example of docs/inference.md runs."""
+"""The examples of docs/inference.md run."""
 
 import pytest
 from harness.page import run_example
@@ -6,4 +6,4 @@ from harness.page import run_example
 
 @pytest.mark.ranks(2)
 def test_the_example_of_the_page_runs(group, monkeypatch):
-    assert run_example("inference.md", monkeypatch) == [True]
+    assert run_example("inference.md", monkeypatch) == [True, ("length", 8, 0), ("length", 30, 30)]

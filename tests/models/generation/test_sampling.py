@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness.parity import assert_unmodified
-from models.generation.dense_sampling import choose, kept_probabilities
+from models.generation.dense_sampling import choose, kept_probabilities, penalised
 
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError, DivergenceError, ShardingError
 from shardwise.core.sharding import balanced_range
 from shardwise.models.generation import GREEDY, Sampling, sample_next_token
+from shardwise.models.generation.sampling import History, choose_next_token
 
 SAMPLINGS = [
     Sampling(),
@@ -19,6 +22,9 @@ SAMPLINGS = [
     Sampling(temperature=1.3, top_p=0.6),
     Sampling(temperature=1.3, top_k=6, top_p=0.8),
     Sampling(top_k=1000),
+    Sampling(temperature=1.4, min_p=0.3),
+    Sampling(temperature=2.0, top_k=8, top_p=0.95, min_p=0.1),
+    Sampling(temperature=2.0, top_p=0.9, min_p=0.4),
 ]
 
 
@@ -52,6 +58,37 @@ def test_chooses_what_the_oracle_chooses(group, sampling, dtype):
     uniform = torch.rand(50, 13, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     rows = zip(logits.tolist(), uniform.tolist(), strict=True)
     assert tokens.tolist() == [choose(row, sampling, numbers) for row, numbers in rows]
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("temperature", [0.05, 1.0, 30.0])
+def test_top_p_of_a_large_vocabulary_gathers_as_much_as_it_needs(group, temperature):
+    """A few tokens, some hundreds, and nearly all; no rank has a share that one gather of candidates would hold."""
+    logits, sampling = torch.randn(20, 1501) * 3, Sampling(temperature, top_p=0.8, min_p=0.01)
+    uniform = torch.rand(20, 1501, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with CollectiveCounter() as counter:
+        tokens = sample(logits, sampling, group)
+    rows = zip(logits.double().tolist(), uniform.tolist(), strict=True)
+    assert tokens.tolist() == [choose(row, sampling, numbers) for row, numbers in rows]
+    assert temperature > 1 or counter.num_bytes < 20 * 600 * 16
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(), Sampling(top_k=5)], ids=str)
+def test_penalties_of_earlier_tokens(group, sampling):
+    logits = torch.randn(4, 13, dtype=torch.float64)
+    histories = [History([], []), History([1, 2, 2], []), History([3], [12, 0, 0, 5]), History(range(13), range(6))]
+    for options in ({"repetition_penalty": 1.5}, {"presence_penalty": 0.8}, {"repetition_penalty": 0.5}):
+        changed = replace(sampling, **options)
+        generators = [torch.Generator().manual_seed(row) for row in range(4)]
+        own = own_part(logits, group)
+        with assert_unmodified(logits=own):
+            tokens = choose_next_token(
+                own, changed, vocab_size=13, group=group, generator=generators, histories=histories
+            )
+        for row, history in enumerate(histories):
+            uniform = torch.rand(13, generator=torch.Generator().manual_seed(row), dtype=torch.float64).tolist()
+            assert tokens[row] == choose(penalised(logits[row].tolist(), changed, *history), changed, uniform)
 
 
 @pytest.mark.ranks(2)
@@ -120,7 +157,16 @@ def test_shards_that_do_not_fit(group):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -0.1), ("temperature", float("inf")), ("top_p", 0.0), ("top_p", float("nan")), ("top_k", -1)],
+    [
+        ("temperature", -0.1),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", float("nan")),
+        ("top_k", -1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("inf")),
+    ],
 )
 def test_settings_that_cannot_be(name, value):
     with pytest.raises(ConfigError, match=f"{name} is {value}"):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hf_references import groups_of, transformers_model
 
-from shardwise.models.generation import GREEDY, PrefixCache, generate, generate_batch, inference_view
+from shardwise.models.generation import GREEDY, PrefixCache, Request, generate, generate_all, inference_view
 from shardwise.storage.huggingface import load_pretrained
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0}
@@ -50,10 +50,11 @@ def test_texts_that_outgrow_the_first_context(group: dist.ProcessGroup, folders:
     model = load_pretrained(folders / name, groups=groups, max_sequence_length=64, attention_dropout=0.0)
     prompts, wanted = json.loads((folders / name / "continued.json").read_text())
     assert all(len(set(tokens)) > 10 for tokens in wanted)
-    assert generate_batch(model, prompts, max_new_tokens=40, sampling=GREEDY) == wanted
     # Layers of experts have none for inference.
     views = [inference_view(model, fused=each) for each in (False, True)] if model.config.experts is None else []
     for form in (model, *views):
+        requests = [Request(prompt, 40, GREEDY) for prompt in prompts]
+        assert [each.token_ids for each in generate_all(form, requests, chunk_size=5)] == wanted
         assert generate(form, prompts[1], max_new_tokens=40, sampling=GREEDY) == wanted[1]
     prefix, text = PrefixCache(model), prompts[0]
     for count in (4, 7, 5):

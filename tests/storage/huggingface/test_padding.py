@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from hf_references import Reference, groups_of
 
 from shardwise.core.errors import ShardingError
-from shardwise.models.generation import GREEDY, Sampling, generate, generate_batch
+from shardwise.models.generation import GREEDY, Request, Sampling, generate, generate_all
 from shardwise.storage.huggingface import load_pretrained
 
 
@@ -38,8 +40,10 @@ def test_a_batch_of_prompts_continues_each_as_if_it_were_alone(group: dist.Proce
         options = {"max_new_tokens": 6, "sampling": sampling, "seed": 3}
         # GPT-2's 13 positions have no room for the last prompt and all that follows.
         alone = [generate(model, prompt, **options) for prompt in prompts]
-        assert generate_batch(model, prompts, **options) == alone
+        requests = [Request(prompt, 6, sampling, seed=3) for prompt in prompts]
+        assert [each.text_ids for each in generate_all(model, requests)] == alone
         # Each ends by itself.
         ends = alone[0][2]
         alone = [generate(model, prompt, eos_id=ends, **options) for prompt in prompts]
-        assert generate_batch(model, prompts, eos_id=ends, **options) == alone
+        requests = [replace(each, eos_ids=[ends]) for each in requests]
+        assert [each.text_ids for each in generate_all(model, requests)] == alone

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.core.topology import Groups
 from shardwise.megatron.schedules import get_forward_backward_func
-from shardwise.models.generation import GREEDY, PreallocatedCache, generate, generate_batch
+from shardwise.models.generation import GREEDY, PreallocatedCache, Request, generate, generate_all
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.storage.huggingface.mapping import compose
 from shardwise.training.gradients.finalize import finalize_gradients_
@@ -187,17 +187,24 @@ def test_logits_with_a_cache(group: dist.ProcessGroup, reference: Reference) -> 
     assert_close_to(logits, expected["logits"], rtol_of_norm=RTOL, name="logits")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("reference", ["gemma4", "deepseek_v2", "deepseek_v3"], indirect=True)
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("reference", [each for each in MODEL_PARAMS if "bert" not in str(each)], indirect=True)
 def test_greedy_texts(group: dist.ProcessGroup, reference: Reference) -> None:
-    """Alone and in a batch, with layers of other heads, narrower values than keys in the cache, or wider ones."""
+    """Alone and in a batch of several lengths that is read in chunks, in a cache that is too small for all at once."""
     import transformers
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(reference.folder, experts_implementation="eager")
-    model = load_pretrained(reference.folder, groups=groups_of(group.size(), 1))
-    prompts = [tokens[: 4 + 3 * row] for row, tokens in enumerate(reference.values()["input_ids"].tolist())]
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 20}
+    split = group.size() % 2 == 0
+    model = load_pretrained(reference.folder, groups=groups_of(group.size(), 1), sequence_parallel=split)
+    rows = reference.values()["input_ids"].tolist()
+    prompts = [rows[0][:4], rows[1][:7], rows[1][:1], rows[0][:6], rows[0][:2]]
+    longest = min(20, model.max_sequence_length - 7)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": longest}
     expected = [theirs.generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
-    assert [generate(model, each, max_new_tokens=20, sampling=GREEDY) for each in prompts] == expected
-    assert generate_batch(model, prompts, max_new_tokens=20, sampling=GREEDY) == expected
+    assert [generate(model, each, max_new_tokens=longest, sampling=GREEDY) for each in prompts] == expected
+    requests = [Request(each, longest, GREEDY) for each in prompts]
+    for capacity, chunk_size in ((None, 512), (64, 3)):
+        together = generate_all(model, requests, capacity=capacity, chunk_size=chunk_size)
+        assert [each.token_ids for each in together] == expected

@@ -117,6 +117,11 @@ class ParamShard(TensorPieces):
         return tuple(self.shape)
 
     @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part, without the leading axes; ``data`` has it unless there is an ``interval``."""
+        return self.layout.local_shape(self.rank)
+
+    @property
     def description(self) -> tuple[torch.dtype, tuple[int, ...], ParamLayout]:
         """Dtype, shape and layout, which are the same of all entries of one key, on all ranks."""
         return self.data.dtype, self.global_shape, self.layout
@@ -214,6 +219,10 @@ class ParamShard(TensorPieces):
         """Return the same part under another name, with ``allow_shape_mismatch`` replaced unless it is None."""
         allow = self.allow_shape_mismatch if allow_shape_mismatch is None else allow_shape_mismatch
         return self._but(key=key, allow_shape_mismatch=allow)
+
+    def with_layout(self, key: str, layout: ParamLayout) -> ParamShard:
+        """Return this rank's part of another tensor, such as a moment of the parameter, with another layout."""
+        return ParamShard(key, self.data, layout, self.rank, self.sharded_offsets, replicas=self.replicas)
 
     def _but(self, **changes: Any) -> ParamShard:
         fields: dict[str, Any] = {

@@ -6,20 +6,37 @@ Checkpoints from Megatron itself cannot be read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import decide
-from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
-from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.sharding import ParamShard
 from shardwise.megatron.absent import absent_names
+from shardwise.megatron.core.sharded_entries import (
+    LocalNonpersistentObject as LocalNonpersistentObject,
+    ShardedBase as ShardedBase,
+    ShardedObject as ShardedObject,
+    ShardedStateDict as ShardedStateDict,
+    ShardedTensor as ShardedTensor,
+    ShardedTensorFactory as ShardedTensorFactory,
+    add_prefix_for_sharding as add_prefix_for_sharding,
+    apply_factories as apply_factories,
+    apply_factory_merges as apply_factory_merges,
+    apply_prefix_mapping as apply_prefix_mapping,
+    entries_in,
+    is_main_replica as is_main_replica,
+    replace_prefix_for_sharding as replace_prefix_for_sharding,
+)
 from shardwise.megatron.surface import offer
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint
@@ -27,9 +44,7 @@ from shardwise.storage.checkpoint.folder import held_latest
 
 __getattr__ = absent_names(
     "dist_checkpointing.core",
-    "dist_checkpointing.mapping",
     "dist_checkpointing.serialization",
-    "dist_checkpointing.utils",
     "dist_checkpointing.validation",
 )
 
@@ -50,107 +65,39 @@ _FOREIGN = {
 
 
 class StrictHandling(Enum):
-    """Whether ``load`` ignores tensors that only the checkpoint has, or raises.
+    """What ``load`` does about tensors that only the state has (unexpected), or only the checkpoint (missing).
 
-    Tensors that only the state has are always an error. Megatron's other values, which log or return names, are not
-    supported.
+    ``*_UNEXPECTED`` ignore missing tensors. Unexpected ones are an error, unless they are logged as a warning,
+    returned by name, or ignored; the result of ``load`` lacks them then.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
     RAISE_UNEXPECTED = "raise_unexpected"
     RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """True if ``load`` also returns names."""
+        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
+    """Return the value of ``StrictHandling`` by name; raise ConfigError if there is none."""
+    try:
+        return StrictHandling(strict)
+    except ValueError as error:
+        raise ConfigError(
+            f"strict is {strict!r}; it must be one of {', '.join(each.value for each in StrictHandling)}"
+        ) from error
 
 
 CheckpointingException = CheckpointError
-# Programs ask whether an entry of a state is a shard.
-ShardedBase = ParamShard
-
-
-def is_main_replica(replica_id: int | tuple[int, ...]) -> bool:
-    """True for 0, and for a tuple of zeros."""
-    return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
-
-
-class ShardedTensor(ParamShard):
-    """A ``ParamShard`` made from Megatron's description of a shard."""
-
-    def __new__(cls, key: str, data: Tensor, layout: ParamLayout, *more: Any, **options: Any) -> Self:
-        if not isinstance(layout, ParamLayout):
-            raise ShardingError(
-                f"{key}: the arguments of Megatron's ShardedTensor(key, data, dtype, local_shape, ...) are not "
-                "offered; call ShardedTensor.from_rank_offsets(key, data, (axis, index, count), ...) instead"
-            )
-        return cast(Self, super().__new__(cls, key, data, layout, *more, **options))
-
-    @classmethod
-    def from_rank_offsets(
-        cls,
-        key: str,
-        data: Tensor,
-        *rank_offsets: ShardedOffset,
-        replica_id: Any = 0,
-        prepend_axis_num: int = 0,
-        flattened_range: None = None,
-        allow_shape_mismatch: bool = False,
-    ) -> ShardedTensor:
-        """Describe the shard of a tensor that is split into equal parts.
-
-        Args:
-            key: name in the checkpoint.
-            data: this rank's part.
-            rank_offsets: ``(axis, index, count)``: the tensor is split into ``count`` parts along the axis, and this is
-                part ``index``. One for each prepended axis, and at most one for another axis.
-            replica_id: no effect; the layout determines which copy is written.
-            prepend_axis_num: number of leading axes that ``data`` lacks.
-            flattened_range: None.
-            allow_shape_mismatch: whether the stored tensor may have another size along the split axis when loading.
-
-        Raises:
-            ShardingError: the arguments do not describe a supported shard.
-        """
-        lead = tuple(offset for offset in sorted(rank_offsets) if offset[0] < prepend_axis_num)
-        cut = [offset for offset in rank_offsets if offset[0] >= prepend_axis_num and offset[2] > 1]
-        if len(cut) > 1 or flattened_range is not None or len(lead) < prepend_axis_num:
-            raise ShardingError(
-                f"{key}: rank_offsets {list(rank_offsets)}, prepend_axis_num {prepend_axis_num} and flattened_range "
-                f"{flattened_range}; give one for each prepended axis and at most one other, and no flattened_range"
-            )
-        if not cut:
-            return cls(key, data, ParamLayout.replicated(data.shape, 1), 0, lead, allow_shape_mismatch)
-        axis, index, count = cut[0]
-        dim = axis - prepend_axis_num
-        if dim >= data.dim() or not 0 <= index < count:
-            raise ShardingError(f"{key}: {cut[0]} is no part of a tensor whose part has shape {list(data.shape)}")
-        shape = [*data.shape[:dim], data.size(dim) * count, *data.shape[dim + 1 :]]
-        layout = ParamLayout.split(shape, dim, count, sizes=(data.size(dim),) * count)
-        return cls(key, data, layout, index, lead, allow_shape_mismatch)
-
-
-class LocalNonpersistentObject:
-    """A value that is not stored; ``load`` returns this rank's value."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
-
-    def unwrap(self) -> Any:
-        """Return the value."""
-        return self.obj
-
-
-ShardedStateDict = dict[str, Any]
-"""A state: dicts and lists of sharded tensors and plain values."""
-
-_NOT_PLAIN = (ParamShard, LocalNonpersistentObject)
-
-
-class ShardedObject:
-    """Not supported: Megatron pickles such an object, but checkpoints here have no executable content."""
-
-    def __init__(self, key: str, *_: Any, **__: Any) -> None:
-        raise ConfigError(
-            f"ShardedObject {key!r} would be stored pickled, which is not offered here; put plain values (numbers, "
-            "text, lists, dicts) into the state, or tensors as ShardedTensor"
-        )
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -194,7 +141,7 @@ def save(
     def divided() -> dict[str, str]:
         if checkpoint.latest(folder) is None:
             _check_not_foreign(folder, "choose another folder to save into")
-        common = _without_shards(sharded_state_dict, "", shards)
+        common = _without_shards(_built(sharded_state_dict), "", shards)
         of_content: dict[str, ParamShard] = {}
         content = _without_shards(content_metadata, _CONTENT, of_content)
         if of_content:
@@ -218,41 +165,54 @@ def load(
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     process_group: ProcessGroup | None = None,
-) -> dict[str, Any]:
+) -> Any:
     """Load a state from a folder written by ``save``, at any layout. Collective.
 
     Args:
         sharded_state_dict: state whose tensors are overwritten.
         checkpoint_dir: the folder.
         sharded_strategy, common_strategy, validate_access_integrity: no effect, as in ``save``.
-        strict: whether tensors that only the checkpoint has are an error.
+        strict: how to treat tensors that only one side has.
         process_group: group of the ranks that load; None means all ranks.
 
     Returns:
-        The saved plain values, with this rank's tensors in their places in ``sharded_state_dict``.
+        The saved plain values, with this rank's tensors in their places in ``sharded_state_dict``. With ``RETURN_*`` of
+        ``strict``, also the names that only the checkpoint has, and those that only this rank's state has.
 
     Raises:
-        ConfigError: an unsupported value of ``strict``.
+        ConfigError: an unknown value of ``strict``.
         CheckpointError: no checkpoint, a damaged one, or one of another library or model; the same message on every
             rank.
     """
     folder, group = Path(checkpoint_dir), process_group or _world()
-    try:
-        strict = StrictHandling(strict)
-    except ValueError as error:
-        raise ConfigError(
-            f"strict is {strict!r}; it must be one of {', '.join(each.value for each in StrictHandling)}"
-        ) from error
+    strict, state = parse_strict_flag(strict), None
+    is_lenient = strict.name.startswith(("LOG", "RETURN", "IGNORE"))
     shards: dict[str, ParamShard] = {}
 
-    def divide() -> None:
-        _without_shards(sharded_state_dict, "", shards, takes_all=True)
+    def divide() -> set[str]:
+        nonlocal state
+        state = _built(sharded_state_dict)
+        _without_shards(state, "", shards, takes_all=True)
+        return {shard.key for shard in shards.values()}
+
+    def compare(of_ranks: list[set[str]]) -> tuple[Path, set[str], set[str]]:
+        path = stack.enter_context(_checkpoint_in(folder))
+        stored = {*StoredCheckpoint(path).manifest.tensors} if is_lenient else set()
+        return path, stored, stored.difference(*of_ranks)
 
     with ExitStack() as stack:
-        path = decide(divide, lambda _: stack.enter_context(_checkpoint_in(folder)), group=group)
-        meta = checkpoint.load(path, shards, group=group, allow_extra=strict is StrictHandling.ASSUME_OK_UNEXPECTED)
-    result: dict[str, Any] = _merged(_common_in(meta), sharded_state_dict)
-    return result
+        path, stored, missing = decide(divide, compare, group=group)
+        unexpected = {shard.key for shard in shards.values()} - stored if is_lenient else set()
+        shards = {name: shard for name, shard in shards.items() if shard.key not in unexpected}
+        meta = checkpoint.load(path, shards, group=group, allow_extra=strict is not StrictHandling.RAISE_ALL)
+    result = _merged(_common_in(meta), state, unexpected)
+    if strict.name.endswith("UNEXPECTED"):
+        missing = set()
+    if strict.name.startswith("LOG"):
+        for keys, what, place in ((unexpected, "Unexpected", "checkpoint"), (missing, "Missing", "state")):
+            if keys:
+                logger.warning("%s keys, which the %s lacks: %s", what, place, sorted(keys))
+    return (result, missing, unexpected) if StrictHandling.requires_returning_mismatch_keys(strict) else result
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -302,35 +262,6 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
     return checkpoint.latest(Path(checkpoint_dir)) is not None
 
 
-def apply_prefix_mapping(sharded_state_dict: Any, prefix_map: Mapping[str, str]) -> None:
-    """Replace the first prefix of ``prefix_map`` that a name in the checkpoint has, for all shards of a state."""
-    shards: dict[str, ParamShard] = {}
-    _without_shards(sharded_state_dict, "", shards, takes_all=True)
-    for shard in shards.values():
-        before = next((prefix for prefix in prefix_map if shard.key.startswith(prefix)), None)
-        if before is not None:
-            shard.key = prefix_map[before] + shard.key.removeprefix(before)
-
-
-def add_prefix_for_sharding(sharded_state_dict: Any, prefix: str) -> None:
-    """Put ``prefix`` before the names in the checkpoint of all shards of a state."""
-    apply_prefix_mapping(sharded_state_dict, {"": prefix})
-
-
-def replace_prefix_for_sharding(sharded_state_dict: Any, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix of the names in the checkpoint of all shards of a state.
-
-    Raises:
-        CheckpointError: a name has another prefix. Nothing has changed.
-    """
-    shards: dict[str, ParamShard] = {}
-    _without_shards(sharded_state_dict, "", shards, takes_all=True)
-    for shard in shards.values():
-        if not shard.key.startswith(old_prefix):
-            raise CheckpointError(f"{shard.key!r} does not begin with {old_prefix!r}; give a prefix of all names")
-    apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix})
-
-
 def _world() -> ProcessGroup:
     world = dist.group.WORLD
     if world is None:
@@ -370,6 +301,29 @@ def _check_not_foreign(folder: Path, what_to_do: str) -> None:
             )
 
 
+@dataclass
+class _Built:
+    """A factory, and the state that it has built."""
+
+    factory: ShardedTensorFactory
+    parts: Any
+
+
+def _built(value: Any) -> Any:
+    """Return a copy of a state, with ``_Built`` for factories."""
+    if isinstance(value, ShardedTensorFactory):
+        return _Built(value, value.build())
+    if isinstance(value, Mapping):
+        return {key: _built(item) for key, item in value.items()}
+    return type(value)(map(_built, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _is_of(value: Any, keys: set[str]) -> bool:
+    if isinstance(value, _Built):
+        return any(shard.key in keys for _, shard in entries_in(value.parts))
+    return isinstance(value, ParamShard) and value.key in keys
+
+
 def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, takes_all: bool = False) -> Any:
     """Move the shards in ``value`` to ``shards``, keyed by path, and return the rest; lists have None for a shard.
 
@@ -381,6 +335,8 @@ def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, tak
             raise CheckpointError(f"the state has two tensors of the path {name!r}; rename a key")
         shards[name] = value
         return None
+    if isinstance(value, _Built):
+        return _without_shards(value.parts, name, shards, takes_all=takes_all)
     if isinstance(value, LocalNonpersistentObject):
         return None
     if isinstance(value, Mapping):
@@ -407,6 +363,8 @@ def _plain(value: Any, name: str, *, takes_all: bool) -> Any:
         )
     return value
 
+
+_NOT_PLAIN = (ParamShard, LocalNonpersistentObject, _Built)
 
 # Objects of JSON that stand for a tuple, and for a dict with keys that are not text.
 _TUPLE, _ITEMS = "__tuple__", "__items__"
@@ -468,22 +426,22 @@ def _check_same_values(of_ranks: Sequence[dict[str, str]]) -> None:
             )
 
 
-def _merged(common: Any, state: Any) -> Any:
-    """Combine the stored values with the state's tensors."""
+def _merged(common: Any, state: Any, lacking: set[str]) -> Any:
+    """Combine the stored values with the state's tensors, without the entries of keys that the checkpoint lacks."""
     if isinstance(state, ParamShard):
         return state.data.detach()
+    if isinstance(state, _Built):
+        return state.factory.merge_fn(_merged(None, state.parts, lacking))
     if isinstance(state, LocalNonpersistentObject):
         return state.unwrap()
     if isinstance(state, Mapping):
         stored = common if isinstance(common, Mapping) else {}
-        own = {key: _merged(stored.get(key), item) for key, item in state.items() if _has_place(item)}
-        return {**stored, **own}
+        own = {key: item for key, item in state.items() if _has_place(item) and not _is_of(item, lacking)}
+        return {**stored, **{key: _merged(stored.get(key), item, lacking) for key, item in own.items()}}
     if isinstance(state, (list, tuple)):
         is_alike = isinstance(common, (list, tuple)) and len(common) == len(state)
-        items = [
-            _merged(one, item) for one, item in zip(common if is_alike else [None] * len(state), state, strict=True)
-        ]
-        return tuple(items) if isinstance(state, tuple) else items
+        pairs = zip(common if is_alike else [None] * len(state), state, strict=True)
+        return type(state)(_merged(one, item, lacking) for one, item in pairs if not _is_of(item, lacking))
     return common
 
 
@@ -496,4 +454,9 @@ def _has_place(value: Any) -> bool:
     return isinstance(value, _NOT_PLAIN)
 
 
-offer(globals(), "ShardedStateDict")
+offer(
+    globals(),
+    "CheckpointingException LocalNonpersistentObject ShardedBase ShardedObject ShardedStateDict ShardedTensor",
+    "ShardedTensorFactory add_prefix_for_sharding apply_factories apply_factory_merges apply_prefix_mapping",
+    "is_main_replica replace_prefix_for_sharding",
+)

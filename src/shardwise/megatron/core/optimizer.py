@@ -23,6 +23,7 @@ from shardwise.megatron.core.optimizer_config import (
 )
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
 from shardwise.megatron.core.services import has_config_logger_enabled, log_config_to_disk
+from shardwise.megatron.core.sharded_entries import ShardedTensorFactory
 from shardwise.megatron.core.utils import unwrap_model
 from shardwise.megatron.surface import offer
 from shardwise.training.gradients import Share
@@ -466,6 +467,11 @@ def _shards_in(state: Any) -> dict[str, ParamShard]:
     """Return the entries in nested dicts and lists by path, without the names that dicts of chunks add."""
     if isinstance(state, ParamShard):
         return {"": state}
+    if isinstance(state, ShardedTensorFactory):
+        raise ConfigError(
+            f"{state.key!r} is a ShardedTensorFactory, whose optimizer state has no entries here; give an entry "
+            "for each tensor that it builds, such as ShardedTensor of views of the parameter"
+        )
     items: Any = enumerate(state) if isinstance(state, (list, tuple)) else getattr(state, "items", tuple)()
     return {f"{key}.{path}".rstrip("."): shard for key, item in items for path, shard in _shards_in(item).items()}
 

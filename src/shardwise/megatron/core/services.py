@@ -4,9 +4,9 @@ import json
 import os
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
@@ -17,6 +17,7 @@ __version__ = "0.16.1"
 __all__ = [
     "MultiStorageClientFeature",
     "__version__",
+    "apply_module",
     "correct_amax_history_if_needed",
     "get_fp8_context",
     "has_config_logger_enabled",
@@ -24,11 +25,14 @@ __all__ = [
     "is_float8tensor",
     "is_mxfp8tensor",
     "log_config_to_disk",
+    "not_none",
     "open_file",
     "set_experimental_flag",
 ]
 
 __getattr__ = absent_names("fp8_utils")
+
+_T = TypeVar("_T")
 
 _COUNTS: Counter[str] = Counter()
 ENABLE_EXPERIMENTAL = False
@@ -89,6 +93,20 @@ def log_config_to_disk(config: Any, dict_data: dict[str, Any], prefix: str = "",
 def _ranks() -> str:
     getters = ("tensor_model", "data", "context", "pipeline_model", "expert_model")
     return "_".join(str(getattr(parallel_state, f"get_{name}_parallel_rank")()) for name in getters)
+
+
+def apply_module(m: _T, *, check_subclass: bool = True) -> _T:
+    """Return the module; raise TypeError if it is none, unless ``check_subclass`` is False."""
+    if check_subclass and not isinstance(m, nn.Module):
+        raise TypeError(f"{type(m).__name__} is no torch.nn.Module")
+    return m
+
+
+def not_none(value: _T | None) -> _T:
+    """Return the value; raise ValueError if it is None."""
+    if value is None:
+        raise ValueError("the value is None")
+    return value
 
 
 class _NoObjectStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import moves
 from shardwise.core.layout import I, P, R
 from shardwise.core.sharding import ParamLayout
+from shardwise.models.by_plan.logits import SplitLogits
 from shardwise.models.by_plan.styles import SPLIT, Style
 
 
@@ -46,6 +48,7 @@ class Hooks:
         copies: the moves I -> R of the model.
         layout: layout of the weight; None if the style needs none.
         rotary_width: width of the rotary part of the output, which only ``mla_kv_a_proj`` reads.
+        splits_logits: says at each call whether the output, gathered otherwise, may be ``SplitLogits``; None means no.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Hooks:
         copies: SharedCopies,
         layout: ParamLayout | None = None,
         rotary_width: int = 0,
+        splits_logits: Callable[[], bool] | None = None,
     ) -> None:
         self._group, self._copies, self._rotary_width = group, copies, rotary_width
+        self._splits_logits = splits_logits
         self._interval, self._sizes = (0, 0), [0]
         if layout is not None and layout.dim is not None:
             self._interval = layout.intervals[group.rank()][0]
@@ -123,6 +128,8 @@ class Hooks:
         return moves.reduce(value, group=self._group)
 
     def _gather(self, value: Any) -> Any:
+        if self._splits_logits and self._splits_logits() and not torch.compiler.is_compiling():
+            return SplitLogits.of(value, self._group, self._sizes)
         return moves.gather(value, dim=-1, group=self._group, sizes=self._sizes)
 
     def _copy_rotary(self, value: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -78,6 +81,22 @@ def class_of(config: ModelConfig) -> Any:
 def name_of(config: ModelConfig) -> str:
     """Return the name of the class and of the library, for messages."""
     return f"{class_of(config).__name__} of transformers {_library('config.json').__version__}"
+
+
+def other_use_of_logits(config: ModelConfig) -> str:
+    """Return the expression for which the forward needs whole logits; empty if only the loss and scaling use them."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(class_of(config).forward))))
+    for node in ast.walk(tree):
+        for part in ast.iter_child_nodes(node):
+            if not (isinstance(part, ast.Name) and part.id == "logits" and isinstance(part.ctx, ast.Load)):
+                continue
+            source = ast.unparse(node)
+            is_scaled = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div)
+            if not is_scaled and not re.match(
+                r"logits=|logits\.(float|shape)$|(torch\.tanh|self\.loss_function)\(", source
+            ):
+                return source
+    return ""
 
 
 def build(config: ModelConfig) -> Any:

@@ -17,7 +17,7 @@ from shardwise.core.sharded_state import state_of_parts
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.models.by_plan import library
-from shardwise.models.by_plan.parallelize import parallelize
+from shardwise.models.by_plan.parallelize import split_
 from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.model_input import check_tensors
@@ -87,7 +87,7 @@ class PlannedModel(LanguageModel):
         with unset_fake_temporarily():
             self.whole = library.build(config)
             if groups.tp.size() > 1 or library.has_plan(type(self.whole).__name__):
-                parallelize(self.whole, groups)
+                split_(self.whole, groups, lambda: True)
         if device.type != "meta":
             library.allocate_(self.whole, device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.whole.forward).parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,6 +53,8 @@ class _Work:
     config: Any
     modules: dict[str, nn.Module]
     copies: SharedCopies
+    head: nn.Module | None
+    splits_logits: Callable[[], bool]
     layouts: dict[Parameter, tuple[str, ParamLayout]] = field(default_factory=dict)
     parameters: dict[Parameter, Parameter] = field(default_factory=dict)
     replaced: dict[nn.Module, nn.Module] = field(default_factory=dict)
@@ -64,8 +66,12 @@ def parallelize(model: nn.Module, groups: Groups) -> nn.Module:
 
     Linear layers become ``ColumnLinear`` and ``RowLinear``; other modules keep their class, and hooks move their
     inputs and outputs between layouts (``models.by_plan.styles``). Parameters have a ``ParamLayout`` and ``Replicas``,
-    so that ``finalize_gradients_``, gradient norms, optimizers and checkpoints work as for other models. Logits are
-    whole. Heads are split at key-value heads; with fewer of them than ranks, ranks hold copies.
+    so that ``finalize_gradients_``, gradient norms, optimizers and checkpoints work as for other models. Heads are
+    split at key-value heads; with fewer of them than ranks, ranks hold copies.
+
+    Logits are whole without gradients or under ``torch.compile``. With gradients they are ``SplitLogits``: split as
+    long as they are only scaled, capped and given to ``F.cross_entropy``, as by ``loss_function`` of most models; read
+    otherwise, they are gathered, so all ranks must read them.
 
     Args:
         model: a model of transformers with a plan, whole and with the same values on every rank, or on the meta device.
@@ -79,7 +85,12 @@ def parallelize(model: nn.Module, groups: Groups) -> nn.Module:
             out for its module; heads cannot be split. The model is unchanged.
         DesyncError: ranks have different plans or parameters. The model is unchanged.
     """
-    places, work = agree(partial(_prepared, model, groups), group=groups.tp)
+    return split_(model, groups, torch.is_grad_enabled)
+
+
+def split_(model: nn.Module, groups: Groups, splits_logits: Callable[[], bool]) -> nn.Module:
+    """Do what ``parallelize`` does; ``splits_logits`` says at each forward whether logits may be ``SplitLogits``."""
+    places, work = agree(partial(_prepared, model, groups, splits_logits), group=groups.tp)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     check_same([[place[:2] for place in places], shapes], "the plan and the shapes of the model", group=groups.tp)
     check_same(_digest(model), "the weights of the whole model (a digest of some)", group=groups.tp)
@@ -92,7 +103,7 @@ def parallelize(model: nn.Module, groups: Groups) -> nn.Module:
     return model
 
 
-def _prepared(model: nn.Module, groups: Groups) -> tuple[list[_Place], _Work]:
+def _prepared(model: nn.Module, groups: Groups, splits_logits: Callable[[], bool]) -> tuple[list[_Place], _Work]:
     """Find the places of the plan and all layouts, so that errors leave the model unchanged."""
     config: Any = getattr(model, "config", None)
     plan: Any = getattr(model, "_tp_plan", None)
@@ -103,7 +114,9 @@ def _prepared(model: nn.Module, groups: Groups) -> tuple[list[_Place], _Work]:
     _check_model(model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     modules = dict(model.named_modules(remove_duplicate=False))
-    work = _Work(groups.tp, text, modules, SharedCopies(groups.tp))
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head = None if find_head is None else find_head()
+    work = _Work(groups.tp, text, modules, SharedCopies(groups.tp), head, splits_logits)
     if groups.tp.size() == 1:
         # One rank holds the whole model, whatever its plan.
         return [], work
@@ -434,6 +447,7 @@ def _linear(module: Any, style: Style, work: _Work) -> nn.Module:
     if bias is not None:
         layer.bias = _part(bias, layer.param_layouts["bias"], work)
     layer.train(module.training)
-    Hooks(style, work.group, work.copies, layout).install_(layer, sums=style.dim == -1)
+    splits_logits = work.splits_logits if module is work.head else None
+    Hooks(style, work.group, work.copies, layout, splits_logits=splits_logits).install_(layer, sums=style.dim == -1)
     made: nn.Module = layer
     return made

@@ -6,9 +6,15 @@ from shardwise.models.generation.cache import (
     inference_view as inference_view,
     on_layers as on_layers,
 )
+from shardwise.models.generation.engine import (
+    BatchEngine as BatchEngine,
+    Generated as Generated,
+    LogProb as LogProb,
+    Request as Request,
+    generate_all as generate_all,
+)
 from shardwise.models.generation.generation import (
     generate as generate,
-    generate_batch as generate_batch,
     sequence_log_probs as sequence_log_probs,
 )
 from shardwise.models.generation.sampling import (

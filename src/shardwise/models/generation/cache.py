@@ -22,6 +22,25 @@ CausalModel = GPT | PlannedModel
 """A model that continues texts."""
 
 
+def layer_sizes(model: GPT, rank: int | None = None) -> list[tuple[int, int, int]]:
+    """Return, for each layer, the number of key-value heads of a rank, by default this one, and their two widths."""
+    config, group = model.config, model.tp_group
+    rank = group.rank() if rank is None else rank
+
+    def sizes(heads: Heads) -> tuple[int, int, int]:
+        start, stop = split_heads(heads.queries, heads.groups, group.size()).groups[rank]
+        return stop - start, heads.width, config.value_width if heads == config.heads else heads.width
+
+    return [sizes(config.heads_of(number + 1)) for number in range(config.num_layers)]
+
+
+def kind_of_cache(model: GPT) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and the device of a model's keys and values."""
+    weight = model.embedding.word_embeddings.weight
+    # A fully sharded weight may be stored in fp32. It is gathered in the layers' compute dtype.
+    return model.config.params_dtype if is_sharded(weight) else weight.dtype, weight.device
+
+
 class PreallocatedCache:
     """A key-value cache of fixed capacity for the heads of one rank.
 
@@ -82,15 +101,9 @@ class PreallocatedCache:
 
         The model's attention must be that of ``attention_of``, or hold the same heads on each rank.
         """
-        config = model.config
-
-        def sizes(heads: Heads) -> tuple[int, int, int]:
-            start, stop = split_heads(heads.queries, heads.groups, model.tp_group.size()).groups[model.tp_group.rank()]
-            return stop - start, heads.width, config.value_width if heads == config.heads else heads.width
-
-        others = {number: sizes(config.heads_of(number + 1)) for number in range(config.num_layers)}
-        num_groups, head_dim, value_dim = sizes(config.heads)
-        weight = model.embedding.word_embeddings.weight
+        config, sizes = model.config, layer_sizes(model)
+        num_groups, head_dim, value_dim = own = sizes[0]
+        dtype, device = kind_of_cache(model)
         return cls(
             config.num_layers,
             num_groups,
@@ -98,10 +111,9 @@ class PreallocatedCache:
             batch_size=batch_size,
             capacity=capacity,
             value_dim=value_dim,
-            # A fully sharded weight may be stored in fp32. It is gathered in the layers' compute dtype.
-            dtype=config.params_dtype if is_sharded(weight) else weight.dtype,
-            device=weight.device,
-            others={number: each for number, each in others.items() if each != (num_groups, head_dim, value_dim)},
+            dtype=dtype,
+            device=device,
+            others={number: each for number, each in enumerate(sizes) if each != own},
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Autoregressive text generation for one prompt or a batch of prompts."""
+"""Autoregressive text generation for one prompt."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,8 @@ from shardwise.core.errors import ConfigError, VocabularyError
 from shardwise.core.sharding import balanced_range
 from shardwise.models.generation.cache import Cache, CausalModel, PreallocatedCache, PrefixCache, new_cache
 from shardwise.models.generation.decoding import DecodeStep
-from shardwise.models.generation.sampling import Sampling, checked_choice, choose_next_token
+from shardwise.models.generation.sampling import History, Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
-from shardwise.models.model_input import positions_of
 
 
 def generate(
@@ -26,7 +25,7 @@ def generate(
     sampling: Sampling,
     seed: int = 0,
     eos_id: int | Sequence[int] | None = None,
-    on_token: Callable[[int], None] | None = None,
+    on_token: Callable[[int], object] | None = None,
     prefix: PrefixCache | None = None,
 ) -> list[int]:
     """Continue a prompt.
@@ -50,8 +49,8 @@ def generate(
         sampling: sampling parameters.
         seed: random seed, from 0 to 2**63 - 1.
         eos_id: id or ids of tokens that end the text.
-        on_token: callback that receives each token as soon as it is chosen, on every rank. An exception from it ends
-            the generation on its rank.
+        on_token: callback that receives each token as soon as it is chosen, on every rank. A result that is true ends
+            the text; an exception ends the generation on its rank.
         prefix: cache of the previous text, of the same model; updated to this text.
 
     Returns:
@@ -64,11 +63,12 @@ def generate(
         DesyncError: the ranks have different arguments.
         DivergenceError: the logits are infinite or NaN.
     """
-    vocab_size, eos_ids = _checked_model(model), _ids_of(eos_id)
+    vocab_size, eos_ids = checked_model(model), ids_of(eos_id)
     # Compare the ranks' arguments before the other checks, so that an error on one rank leaves no rank waiting.
     prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
     window = model.max_sequence_length
-    context = list(prompt_ids or eos_ids[:1])[-window:]
+    prompt = list(prompt_ids or eos_ids[:1])
+    context = prompt[-window:]
     is_of_another = prefix is not None and prefix.model is not model
     known = 0 if prefix is None or is_of_another else prefix.shared(context)
     kept = f", tokens kept: {known}{' of another model' if is_of_another else ''}" if prefix is not None else ""
@@ -76,7 +76,7 @@ def generate(
     check_same(asked, "what to generate", group=model.tp_group)
     if is_of_another:
         raise ConfigError("the prefix cache is of another model; make it of the one that generates")
-    _check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
+    check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
 
     device = next(model.parameters()).device
     generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(seed)
@@ -93,7 +93,8 @@ def generate(
     try:
         with evaluation_mode(model):
             while len(new_tokens) < max_new_tokens:
-                chosen = next_tokens(model, unread, cache, sampling, [generator], step=step)
+                histories = [History(prompt, new_tokens)] if sampling.has_penalties else []
+                chosen = next_tokens(model, unread, cache, sampling, [generator], histories=histories, step=step)
                 # The only synchronization with the device; the token itself returns to the model on the device.
                 token = int(chosen)
                 if token < 0:
@@ -101,8 +102,8 @@ def generate(
                 if token in eos_ids:
                     break
                 new_tokens.append(token)
-                if on_token is not None:
-                    on_token(token)
+                if on_token is not None and on_token(token):
+                    break
                 context.append(token)
                 unread = chosen.unsqueeze(0)
                 is_full = len(context) > window
@@ -117,85 +118,6 @@ def generate(
     return new_tokens
 
 
-def generate_batch(
-    model: CausalModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    eos_id: int | Sequence[int] | None = None,
-) -> list[list[int]]:
-    """Continue a batch of prompts of any lengths, each as ``generate`` does alone, up to rounding of the logits.
-
-    Shorter prompts are padded on the left and masked. Prompts whose text would exceed ``max_sequence_length`` are
-    generated one by one. So are all prompts if the rotary frequencies of the model depend on the text length.
-
-    Args:
-        model, max_new_tokens, sampling, eos_id: see ``generate``.
-        prompts: token ids of each prompt.
-        seed: random seed of each prompt.
-
-    Returns:
-        The new tokens of each prompt, in order.
-
-    Raises:
-        ConfigError, VocabularyError, DesyncError, DivergenceError: see ``generate``.
-    """
-    vocab_size, eos_ids = _checked_model(model), _ids_of(eos_id)
-    sha256 = hashlib.sha256(repr([list(prompt) for prompt in prompts]).encode()).hexdigest()
-    asked = f"prompts' SHA-256 {sha256[:12]}, {max_new_tokens=}, {sampling}, {seed=}, {eos_ids=}"
-    check_same(asked, "what to generate", group=model.tp_group)
-    for prompt in prompts:
-        _check_arguments(prompt, max_new_tokens, seed, eos_ids, vocab_size)
-    texts = {number: list(prompt or eos_ids[:1]) for number, prompt in enumerate(prompts)}
-    together = [
-        number
-        for number, text in texts.items()
-        if not model.depends_on_length and len(text) + max_new_tokens <= model.max_sequence_length
-    ]
-    found = _generate_together(model, [texts[number] for number in together], max_new_tokens, sampling, seed, eos_ids)
-    results = dict(zip(together, found, strict=True))
-    for number in texts.keys() - results.keys():
-        results[number] = generate(
-            model, texts[number], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, eos_id=eos_ids
-        )
-    return [results[number] for number in range(len(prompts))]
-
-
-def _generate_together(
-    model: CausalModel,
-    texts: Sequence[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    eos_ids: Sequence[int],
-) -> list[list[int]]:
-    b, new_tokens = len(texts), [list[int]() for _ in texts]
-    if b == 0 or max_new_tokens == 0:
-        return new_tokens
-    device = next(model.parameters()).device
-    longest = max(map(len, texts))
-    unread = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=device)
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
-    kind = device if device.type == "cuda" else "cpu"
-    generators = [torch.Generator(device=kind).manual_seed(seed) for _ in texts]
-    cache = new_cache(model, batch_size=b, capacity=longest + max_new_tokens)
-    going = set(range(b))
-    with evaluation_mode(model):
-        for _ in range(max_new_tokens):
-            chosen = next_tokens(model, unread, cache, sampling, generators, mask=mask)
-            for row, token in enumerate(checked_choice(chosen).tolist()):
-                if row in going and token not in eos_ids:
-                    new_tokens[row].append(token)
-                else:
-                    going.discard(row)
-            if not going:
-                break
-            unread, mask = chosen.unsqueeze(1), torch.cat([mask, mask.new_ones(b, 1)], dim=1)
-    return new_tokens
-
-
 def next_tokens(
     model: CausalModel,
     unread: Tensor,
@@ -203,10 +125,10 @@ def next_tokens(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
     *,
-    mask: Tensor | None = None,
+    histories: Sequence[History] = (),
     step: DecodeStep | None = None,
 ) -> Tensor:
-    """Choose the token after each sequence, without synchronization; see ``choose_next_token``.
+    """Choose the token after each sequence; see ``choose_next_token``.
 
     Args:
         model: the model, in evaluation mode.
@@ -214,19 +136,15 @@ def next_tokens(
         cache: cache of the earlier tokens, to which these are appended.
         sampling: sampling parameters.
         generators: generator of each sequence.
-        mask: ``[b, s]`` of the cache's tokens and ``unread``, 0 for padding; None for one sequence.
+        histories: earlier tokens of each sequence, for penalties.
         step: pass of a single token, which replaces the model's if possible; or None.
 
     Returns:
         ``[b]`` ids.
     """
-    if mask is None:
-        logits = _next_logits(model, unread, cache, step)
-    else:
-        positions = positions_of(mask)[:, -unread.size(1) :].clamp(min=0)
-        logits = _own_part(model, model.next_logits(unread, positions, mask, **_cached(cache)))
-    vocab_size = _checked_model(model)
-    return choose_next_token(logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generators)
+    logits = _next_logits(model, unread, cache, step)
+    options: dict[str, Any] = {"vocab_size": checked_model(model), "group": model.tp_group}
+    return choose_next_token(logits, sampling, **options, generator=generators, histories=histories)
 
 
 def sequence_log_probs(model: CausalModel, input_ids: Tensor) -> Tensor:
@@ -269,7 +187,7 @@ def _next_logits(model: CausalModel, unread: Tensor, cache: Cache, step: DecodeS
     else:
         positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
         logits = model.next_logits(unread, positions, **_cached(cache))
-    return _own_part(model, logits)
+    return own_part(model, logits)
 
 
 def _cached(cache: Cache) -> dict[str, Any]:
@@ -277,15 +195,15 @@ def _cached(cache: Cache) -> dict[str, Any]:
     return {"cache": cache}
 
 
-def _own_part(model: CausalModel, logits: Tensor) -> Tensor:
+def own_part(model: CausalModel, logits: Tensor) -> Tensor:
     """Return this rank's part ``[b, v/t]`` of a model's logits."""
     if model.parallel_output:
         return logits
-    start, stop = balanced_range(_checked_model(model), model.tp_group.size(), model.tp_group.rank())
+    start, stop = balanced_range(checked_model(model), model.tp_group.size(), model.tp_group.rank())
     return logits[:, start:stop]
 
 
-def _checked_model(model: CausalModel) -> int:
+def checked_model(model: CausalModel) -> int:
     """Return the size of the vocabulary; raise ConfigError for one of several pipeline stages."""
     if not (model.pre_process and model.post_process):
         raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
@@ -293,11 +211,11 @@ def _checked_model(model: CausalModel) -> int:
     return model.vocab_size
 
 
-def _ids_of(eos_id: int | Sequence[int] | None) -> tuple[int, ...]:
+def ids_of(eos_id: int | Sequence[int] | None) -> tuple[int, ...]:
     return () if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
 
 
-def _check_arguments(
+def check_arguments(
     prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocab_size: int
 ) -> None:
     """Raise the errors of ``generate`` for arguments out of range."""

@@ -6,19 +6,22 @@ Every rank holds ``x``, the logits of its part of the vocabulary. Sampling from 
     argmax_i  x_i + T · (-log(-log u_i))
 
 is a sample. So greedy decoding and sampling need one small all-gather: every rank's best score and its id. Top-k
-gathers k candidates per rank. Top-p without top-k gathers all logits, because its threshold needs their sorted sum.
+gathers k candidates per rank. Top-p without top-k gathers a few candidates per rank, and more until their probabilities
+reach the sum.
 
 Every rank draws ``u`` for the *whole* vocabulary from a generator with the same seed, so the noise of an id does not
 depend on ranks or on positions in a list. The same seed gives the same text at every tensor-parallel size. If the
 logits at two sizes differ in their last bits, the choice can differ only between scores that are as close. The noise is
 drawn on the generator's device, and devices draw different numbers, so CPU and GPU give different texts.
 
-Nothing here synchronizes with a GPU before the choice is read. If no token can be chosen, its id is -1 until then.
+Nothing but top-p without top-k synchronizes with a GPU before the choice is read. If no token can be chosen, its id is
+-1 until then.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +34,17 @@ from shardwise.core.sharding import balanced_range, balanced_sizes
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters, applied in the order temperature, top-k, top-p.
+    """Sampling parameters, applied in the order penalties, temperature, top-k, top-p, min-p.
 
     Attributes:
         temperature: divisor of the logits; below 1 favours likely tokens, 0 always takes the most likely one.
         top_k: sample from this many most likely tokens; 0 is off.
         top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum, in (0, 1]; 1 is
             off.
+        min_p: sample from tokens whose probability is at least this share of the most likely one's; 0 is off.
+        repetition_penalty: divisor of the logits over 0, and factor of those under 0, of all tokens of the prompt and
+            of the text; 1 is off.
+        presence_penalty: subtracted from the logits of all tokens of the text, without the prompt; 0 is off.
 
     Raises:
         ConfigError: a value is out of range.
@@ -46,6 +53,9 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -54,10 +64,32 @@ class Sampling:
             raise ConfigError(f"top_k is {self.top_k}; it must be at least 0 (0 is off)")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must be over 0 and at most 1 (1 is off)")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; it must be from 0 (off) to 1")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; it must be over 0 (1 is off)")
+        if not math.isfinite(self.presence_penalty):
+            raise ConfigError(f"presence_penalty is {self.presence_penalty}; it must be a number (0 is off)")
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if earlier tokens change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
 
 
 GREEDY = Sampling(temperature=0.0)
 """Greedy decoding."""
+
+# Candidates of each rank for top-p without top-k, at first; and the factor of their number if these do not suffice.
+_FIRST_CANDIDATES = 64
+_GROWTH = 8
+
+
+class History(NamedTuple):
+    """Tokens before the next one of a sequence, for penalties: of its prompt, and of the text after it."""
+
+    prompt: Sequence[int]
+    text: Sequence[int]
 
 
 def _argmax(scores: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
@@ -104,11 +136,15 @@ def choose_next_token(
     vocab_size: int,
     group: ProcessGroup,
     generator: torch.Generator | Sequence[torch.Generator],
+    histories: Sequence[History] = (),
 ) -> Tensor:
     """Like ``sample_next_token``, but without synchronization: the id is -1 if the logits are infinite or NaN.
 
-    With several generators, each row has a separate one and draws the numbers that it would draw alone.
+    With several generators, each row has a separate one and draws the numbers that it would draw alone. Penalties read
+    the rows' ``histories``.
     """
+    if sampling.has_penalties:
+        logits = _penalised(logits, sampling, histories, _check_shard(logits, vocab_size, group))
     if sampling.temperature == 0 or sampling.top_k == 1:
         return _argmax(logits, vocab_size, group)
     start = _check_shard(logits, vocab_size, group)
@@ -118,12 +154,46 @@ def choose_next_token(
     # Multiply the noise by the temperature. Dividing the logits would be equivalent, but may overflow if it is small.
     noise = (-uniform.log()).log_().mul_(-sampling.temperature).to(logits.device)
     if sampling.top_k == 0 and sampling.top_p == 1:
-        local_noise = noise[:, start : start + logits.size(1)]
-        return _argmax(logits + local_noise, vocab_size, group)
-    values, ids = _gather_candidates(_without_nan(logits), start, sampling.top_k or vocab_size, vocab_size, group)
-    if sampling.top_p < 1:
-        values = _keep_top_p(values, sampling.top_p, sampling.temperature)
+        scores = logits + noise[:, start : start + logits.size(1)]
+        if sampling.min_p > 0:
+            logits = _without_nan(logits)
+            best = all_gather(logits.amax(dim=1, keepdim=True), group=group, dim=1).amax(dim=1, keepdim=True)
+            scores = scores.masked_fill(logits < best + _reach(sampling), -torch.inf)
+        return _argmax(scores, vocab_size, group)
+    logits = _without_nan(logits)
+    if sampling.top_k > 0:
+        values, ids = _gather_candidates(logits, start, sampling.top_k, vocab_size, group)
+        if sampling.top_p < 1:
+            values = _keep_top_p(values, sampling)
+    else:
+        values, ids = _likeliest(logits, start, sampling, vocab_size, group)
+    if sampling.min_p > 0:
+        values = values.masked_fill(values < values.amax(dim=1, keepdim=True) + _reach(sampling), -torch.inf)
     return _pick_highest(values + noise.gather(1, ids.long()), ids)
+
+
+def _reach(sampling: Sampling) -> float:
+    """Return by how much a logit may be below the highest one under min-p, a number of at most 0."""
+    return sampling.temperature * math.log(sampling.min_p)
+
+
+def _penalised(logits: Tensor, sampling: Sampling, histories: Sequence[History], start: int) -> Tensor:
+    logits = logits.clone()
+
+    def own(tokens: set[int]) -> Tensor:
+        """Return the indices of tokens of this rank's part of the vocabulary."""
+        found = [token - start for token in tokens if start <= token < start + logits.size(1)]
+        return torch.tensor(found, dtype=torch.int64, device=logits.device)
+
+    for row, history in zip(logits, histories, strict=True):
+        text = set(history.text)
+        if sampling.repetition_penalty != 1:
+            index = own(text.union(history.prompt))
+            seen, penalty = row[index], sampling.repetition_penalty
+            row[index] = torch.where(seen < 0, seen * penalty, seen / penalty)
+        if sampling.presence_penalty != 0:
+            row[own(text)] -= sampling.presence_penalty
+    return logits
 
 
 def checked_choice(ids: Tensor) -> Tensor:
@@ -194,9 +264,45 @@ def _top_k_in_order(candidates: Tensor, k: int) -> Tensor:
     return result.scatter_(1, place, candidates)[:, :k]
 
 
-def _keep_top_p(values: Tensor, top_p: float, temperature: float) -> Tensor:
-    """Set ``values`` ``[b, n]`` to -inf except for the fewest whose probabilities sum to at least ``top_p``."""
+def _likeliest(
+    logits: Tensor, start: int, sampling: Sampling, vocab_size: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return candidates that include those of top-p, and their ids, both ``[b, n]``; the others are -inf."""
+    most, count = balanced_sizes(vocab_size, group.size())[0], _FIRST_CANDIDATES
+    if count < most:
+        highest = logits.amax(dim=1, keepdim=True)
+        sums = ((logits - highest) / sampling.temperature).exp().sum(dim=1, keepdim=True)
+        highest, sums = all_gather(torch.stack((highest, sums), dim=-1), group=group, dim=1).unbind(-1)
+        best = highest.amax(dim=1, keepdim=True)
+        total = (sums * ((highest - best) / sampling.temperature).exp()).sum(dim=1, keepdim=True)
+        while count < most:
+            values, ids = _gather_candidates(logits, start, count, vocab_size, group)
+            reached = (((values - best) / sampling.temperature).exp() / total).sum(dim=1)
+            # A sum that is no number is not less either.
+            if not bool((reached < sampling.top_p).any()):
+                return _keep_top_p(values, sampling, total), ids
+            count *= _GROWTH
+    values, ids = _gather_candidates(logits, start, vocab_size, vocab_size, group)
+    return _keep_top_p(values, sampling), ids
+
+
+def _keep_top_p(values: Tensor, sampling: Sampling, total: Tensor | None = None) -> Tensor:
+    """Set ``values`` ``[b, n]`` to -inf except for the fewest whose probabilities sum to at least ``top_p``.
+
+    ``total`` ``[b, 1]`` is the sum of all probabilities divided by the highest one; if None, that of ``values``.
+    """
     ordered, order = values.sort(dim=1, descending=True, stable=True)
-    probabilities = ((ordered - ordered[:, :1]) / temperature).softmax(dim=1)
-    dropped = probabilities.cumsum(1) - probabilities >= top_p
+    scaled = (ordered - ordered[:, :1]) / sampling.temperature
+    probabilities = scaled.softmax(dim=1) if total is None else scaled.exp() / total
+    dropped = probabilities.cumsum(1) - probabilities >= sampling.top_p
     return values.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), -torch.inf)
+
+
+def likeliest_ids(logits: Tensor, count: int, *, vocab_size: int, group: ProcessGroup) -> Tensor:
+    """Return the ids of the ``count`` highest logits of each row, ``[b, count]``, the highest first.
+
+    Of equal logits, the lowest ids are first. For the other arguments see ``sample_next_token``.
+    """
+    start = _check_shard(logits, vocab_size, group)
+    values, ids = _gather_candidates(_without_nan(logits), start, count, vocab_size, group)
+    return ids.gather(1, values.argsort(dim=1, descending=True, stable=True)).long()

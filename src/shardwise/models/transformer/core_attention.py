@@ -2,6 +2,7 @@
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, Self
@@ -32,6 +33,45 @@ class KeyValueCache(Protocol):
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values ``[b, groups/t, new, d]``; return those of all tokens, ``[b, groups/t, all, d]``."""
         ...
+
+
+class RowCache(ABC):
+    """A cache for a row ``[1, s]`` that holds new tokens of several sequences, each after the earlier ones of its own.
+
+    All parts of a model but attention work row by row. Attention gives this object its new queries, keys and values.
+
+    Attributes:
+        rows: ``[n]`` int64, the rows whose logits the model returns.
+        text_lengths: ``[1, s]`` int64, number of tokens of the sequence of each row, for rotary frequencies that depend
+            on it.
+    """
+
+    rows: Tensor
+    text_lengths: Tensor
+
+    @abstractmethod
+    def attend(
+        self,
+        layer_number: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        attend: Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor],
+    ) -> Tensor:
+        """Keep the new keys and values, and attend to those of each query's sequence.
+
+        Args:
+            layer_number: number of the layer, from 1.
+            query: ``[1, heads/t, s, d]``.
+            key, value: ``[1, groups/t, s, d]``.
+            mask: mask of the row, whose ALiBi slopes are used.
+            attend: attention of this rank to queries ``[b, heads/t, new, d]`` at the last positions of keys and values
+                ``[b, groups/t, all, d]``.
+
+        Returns:
+            ``[1, heads/t, s, d]``, as wide as the values.
+        """
 
 
 class CoreAttention(GroupModule):
@@ -100,7 +140,7 @@ class CoreAttention(GroupModule):
         rotary: tuple[Tensor, Tensor] | None = None,
         window_rotary: tuple[Tensor, Tensor] | None = None,
         query_scale: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: KeyValueCache | RowCache | None = None,
         sequence: SequenceView | None = None,
     ) -> Tensor:
         """Apply attention.
@@ -137,7 +177,12 @@ class CoreAttention(GroupModule):
         raise NotImplementedError
 
     def attended(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, cache: KeyValueCache | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        cache: KeyValueCache | RowCache | None = None,
     ) -> Tensor:
         """Compute ``[s, b, heads/t * d]``, the input of the output projection.
 
@@ -150,9 +195,12 @@ class CoreAttention(GroupModule):
         s, b, _, _ = query.shape
         # [s, b, heads, d] -> [b, heads, s, d], as views.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        attend: Callable[..., Tensor] = self._attend
+        if isinstance(cache, RowCache):
+            context = cache.attend(self.layer_number, query, key, value, mask, attend)
+            return context.permute(2, 0, 1, 3).reshape(s, b, -1)
         if cache is not None:
             key, value = cache.append(self.layer_number, key, value)
-        attend: Callable[..., Tensor] = self._attend
         if mask.context is not None:
             attend = partial(self._context_method(mask.context), attend, shard=mask.context, heads=self.local_heads)
         if self.recomputes_core and cache is None:

@@ -119,9 +119,17 @@ class MLP(GroupModule):
         config: sizes, activation and biases.
         tp_group: tensor-parallel group.
         ffn_hidden_size: width, if not that of the config.
+        input_size: number of input features, if not ``config.hidden_size``.
     """
 
-    def __init__(self, config: ModelConfig, tp_group: ProcessGroup, *, ffn_hidden_size: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp_group: ProcessGroup,
+        *,
+        ffn_hidden_size: int | None = None,
+        input_size: int | None = None,
+    ) -> None:
         super().__init__()
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         assert width is not None
@@ -132,7 +140,7 @@ class MLP(GroupModule):
         sections = 2 if self.gated else 1
         arguments = layer_arguments(config, group=tp_group)
         self.linear_fc1 = ColumnLinear(
-            config.hidden_size,
+            config.hidden_size if input_size is None else input_size,
             sections * width,
             bias=config.add_bias_linear,
             init=config.init_method,

@@ -24,9 +24,10 @@ from shardwise.models.generation.cache import CausalModel
 from shardwise.run.commands.opened_model import Evaluation, as_tuple, same_checkpoint
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.processes.ranks import open_ranks
-from shardwise.run.settings import CorpusSettings
+from shardwise.run.settings import CorpusSettings, TrackerName
 from shardwise.run.tasks.samples import NO_RECORDS, encode_examples, left_out_notes
 from shardwise.run.tasks.texts import STDLIB, read_data
+from shardwise.run.tracking import track_evaluation
 from shardwise.training.bounds import (
     BATCH,
     DEFAULT_BATCH,
@@ -53,6 +54,7 @@ def evaluate(
     prompt_template: str | PathLike[str] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+    track: Sequence[TrackerName] = (),
     on_note: Callable[[str], object] | None = None,
 ) -> Evaluation:
     """Evaluate a model on data; every rank calls.
@@ -71,6 +73,7 @@ def evaluate(
         prompt_template: file with a form for records of other keys; see ``shardwise.data.record_forms``.
         device: device of the model; "auto" takes a GPU if every rank can have one.
         timeout: maximum wait for another rank, in seconds.
+        track: experiment trackers that get the metrics.
         on_note: callback on the first rank; receives each line for the user, before the evaluation is done.
 
     Returns:
@@ -124,5 +127,8 @@ def evaluate(
             "perplexity": math.exp(min(loss, 700)),
             "bits per byte": held_out.bits_per_byte(nats),
         }
+        if ranks.is_first:
+            settings = {"data": as_tuple(data), "sequence_length": opened.sequence_length(sequence_length)}
+            track_evaluation(track, checkpoint, settings, metrics)
         size = f"{num_labels:,} tokens, {num_bytes:,} bytes"
         return Evaluation(f"{name}: {size}", metrics, tuple(notes))

@@ -19,6 +19,8 @@ from shardwise.run.commands.opened_model import OpenCheckpoint, as_tuple, same_c
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.lm_harness import ShardwiseLM, harness
 from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.settings import TrackerName
+from shardwise.run.tracking import track_evaluation
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, TIMEOUT, Range, checks_arguments
 
 # Bootstrap samples. The harness's default takes minutes on one core for metrics without a closed form.
@@ -39,6 +41,7 @@ def evaluate_tasks(
     output: str | PathLike[str] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+    track: Sequence[TrackerName] = (),
     on_table: Callable[[str], object] | None = None,
 ) -> dict[str, Any] | None:
     """Evaluate a model on tasks of lm-evaluation-harness; every rank calls.
@@ -55,6 +58,7 @@ def evaluate_tasks(
         output: JSON file for the harness's report.
         device: device of the model; "auto" takes a GPU if every rank can have one.
         timeout: maximum wait for another rank, in seconds.
+        track: experiment trackers that get the metrics.
         on_table: callback on the first rank; receives each of the harness's tables as text.
 
     Returns:
@@ -98,6 +102,7 @@ def evaluate_tasks(
                 ranks.on_first(on_table)(table)
             if output is not None:
                 _write(output, report)
+            track_evaluation(track, checkpoint, {"tasks": names}, _numbers(report))
 
         agree(tell if ranks.is_first else lambda: None, group=ranks.control)
         return report if ranks.is_first else None
@@ -163,6 +168,16 @@ def _tables(report: Any) -> Iterator[str]:
     yield make(report)
     if report.get("groups"):
         yield make(report, "groups")
+
+
+def _numbers(report: Any) -> dict[str, float]:
+    """Return the results of all tasks by names such as ``arc_easy/acc.none``; MLflow's names have no commas."""
+    return {
+        f"{task}/{name.replace(',', '.')}": float(value)
+        for task, results in report["results"].items()
+        for name, value in results.items()
+        if isinstance(value, int | float)
+    }
 
 
 def _write(path: str | PathLike[str], report: Any) -> None:

@@ -22,6 +22,7 @@ from shardwise.run.settings.run_settings import (
     RecomputeSettings as RecomputeSettings,
     RunSettings as RunSettings,
     Settings as Settings,
+    TrackerName as TrackerName,
 )
 from shardwise.training.step_settings import (
     OptimizerSettings as OptimizerSettings,

@@ -20,6 +20,9 @@ from shardwise.training import bounds
 from shardwise.training.bounds import REMOVED, Checked, Folder, Range, checked, refuse, require, with_values
 from shardwise.training.step_settings import OptimizerSettings, ParallelSettings, StepSettings, TrainingSettings
 
+TrackerName = Literal["wandb", "trackio", "mlflow", "tensorboard"]
+"""Name of an experiment tracker: its package, and the extra that installs it."""
+
 _WIDTH = Range(1, 1 << 20)
 _EXPERTS = Range(1, 1 << 16)
 _COEFFICIENT = Range(0, 1e6)
@@ -214,6 +217,7 @@ class RunSettings(StepSettings):
         record_routing: folder for the experts that each token goes to in each step, for debugging.
         replay_routing: folder of an earlier run's ``record_routing``, with the same data, seed and batch size; tokens
             go to these experts at any layout and dtype, so that runs differ by rounding and not by choices.
+        track: experiment trackers that get metrics, settings, plan and report; a failing one never stops the run.
         peak_tflops: peak TFLOP/s of one rank's device, the reference for the utilisation in the metrics; if not given,
             known for many GPUs, and measured on a CPU.
         parallel: kinds of parallelism.
@@ -233,6 +237,7 @@ class RunSettings(StepSettings):
     validate: bool = False
     record_routing: Annotated[str | None, Folder()] = None
     replay_routing: Annotated[str | None, Folder()] = None
+    track: tuple[TrackerName, ...] = ()
     peak_tflops: Annotated[float | None, Range(0, 1e6, low_included=False)] = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
@@ -248,6 +253,11 @@ class RunSettings(StepSettings):
             self.record_routing is None or self.replay_routing is None,
             "record-routing cannot be used with --replay-routing: a replayed run makes the choices of its recording",
         )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers of ``track``, and TensorBoard if ``training.tensorboard`` asks for it."""
+        return tuple(dict.fromkeys((*self.track, *(["tensorboard"] if self.training.tensorboard else []))))
 
     @property
     def model_name(self) -> str:

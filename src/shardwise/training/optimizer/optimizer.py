@@ -260,9 +260,7 @@ def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimiz
         if isinstance(weight.data, Parameter) and weight.data.requires_grad:
             for kind, (tensor, layout) in optimizer.state_of(weight.data, weight.layout).items():
                 name = f"{kind}.{key}"
-                shard = type(weight)(
-                    name, weight.data, layout, weight.rank, weight.sharded_offsets, replicas=weight.replicas
-                )
+                shard = weight.with_layout(name, layout)
                 result[name] = _held(shard, tensor, weight.data, optimizer)
     return result
 

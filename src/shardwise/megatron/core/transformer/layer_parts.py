@@ -59,7 +59,7 @@ class FusedLayerNorm:
         return norm  # type: ignore[no-any-return]
 
 
-WrappedTorchNorm = FusedLayerNorm
+WrappedTorchNorm = WrappedTorchLayerNorm = FusedLayerNorm
 
 
 class _NormOfLinear:
@@ -349,13 +349,13 @@ class MLP(mlp.MLP, MegatronModule):
         config: sizes, activation and biases.
         submodules: the default parts.
         is_expert: False.
-        input_size: the config's ``hidden_size``, or None.
+        input_size: number of input features; None means the config's ``hidden_size``.
         ffn_hidden_size: inner size; None means the config's.
         tp_group, pg_collection: tensor-parallel group, or a collection with it; None means the ambient topology's.
         name: no effect.
 
     Raises:
-        ConfigError: other parts, an expert, or another input size.
+        ConfigError: other parts, or an expert.
     """
 
     def __init__(
@@ -371,15 +371,12 @@ class MLP(mlp.MLP, MegatronModule):
     ) -> None:
         (submodules or MLPSubmodules()).check()
         config.check_complete()
-        if is_expert or input_size not in (None, config.hidden_size):
-            raise ConfigError(
-                f"MLP is made with is_expert={is_expert} and input_size={input_size}; it is dense here, and as wide as "
-                f"the config's hidden_size, {config.hidden_size}"
-            )
+        if is_expert:
+            raise ConfigError("MLP is made with is_expert=True; it is dense here, and MoELayer makes experts")
         sized = copy.copy(config)
         sized.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         self.tp_group = _group_of(pg_collection, "tp") if tp_group is None else tp_group
-        super().__init__(sized, self.tp_group)
+        super().__init__(sized, self.tp_group, input_size=input_size)
         mark_replicas(self)
         self.config = config
         config.note_read()
@@ -394,7 +391,7 @@ class MLP(mlp.MLP, MegatronModule):
     def forward(  # type: ignore[override]  # Megatron's modules return pairs.
         self, hidden_states: Tensor, per_token_scale: None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape, bias included; and None."""
+        """Map ``[s, b, i]`` (``[s/t, b, i]`` with sequence parallelism) to ``[s, b, h]``, bias included; and None."""
         _refuse(per_token_scale=per_token_scale, **kwargs)
         return super().forward(hidden_states), None
 
@@ -453,5 +450,5 @@ def _cos_and_sin(angles: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple
 
 offer(
     globals(),
-    "WrappedTorchNorm bias_dropout_add_fused_inference bias_dropout_add_fused_train",
+    "WrappedTorchLayerNorm WrappedTorchNorm bias_dropout_add_fused_inference bias_dropout_add_fused_train",
 )

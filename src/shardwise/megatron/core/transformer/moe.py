@@ -339,6 +339,9 @@ class _ShardOfExpert(ParamShard):
         dtype, shape, layout = super().description
         return dtype, shape, replace(layout, intervals=())
 
+    def with_layout(self, key: str, layout: ParamLayout) -> ParamShard:
+        return self._but(key=key, layout=layout, is_copy=False)
+
 
 class _TransposedShard(_ShardOfExpert):
     """The same, which a checkpoint stores transposed."""

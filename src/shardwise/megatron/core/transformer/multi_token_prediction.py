@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
@@ -216,6 +217,18 @@ def topk_routing_with_score_function(
         weights = weights * scaling_factor
     is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
     return torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits)), is_chosen
+
+
+def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+    """Return the logits of a router, computed in its dtype.
+
+    Args:
+        inp: ``[..., h]``.
+        weight: ``[experts, h]``.
+        bias: ``[experts]``, or None.
+        router_dtype: dtype of the product and of the result ``[..., experts]``; gradients have their tensors' dtypes.
+    """
+    return F.linear(inp.to(router_dtype), weight.to(router_dtype), None if bias is None else bias.to(router_dtype))
 
 
 def compute_routing_scores_for_aux_loss(

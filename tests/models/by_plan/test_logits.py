@@ -1,0 +1,190 @@
+"""Logits of models by plan: the loss of their parts equals that of whole logits; whatever else reads them gathers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from models.by_plan.test_parallelize import SIZES, made
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise import Groups, parallelize
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError, VocabularyError
+from shardwise.core.sharded_state import gather_parameter
+from shardwise.models.by_plan import library
+from shardwise.models.by_plan.logits import SplitLogits
+from shardwise.models.by_plan.model import PlannedModel
+from shardwise.models.config import ModelConfig
+from shardwise.nn import named_param_layouts
+from shardwise.training.gradients.finalize import finalize_gradients_
+
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    # A soft cap on logits, and a factor.
+    "Gemma2": {},
+    "Cohere": {},
+}
+# One collective, with three fp32 numbers of each token.
+STATISTICS = [2 * 7 * 3 * 4]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Two micro-batches with different numbers of labels."""
+    ids = torch.randint(1, 37, (2, 2, 7), generator=torch.Generator().manual_seed(6))
+    labels = ids.clone()
+    labels[0, 0, 3:] = labels[1, :, 2:] = -100
+    return list(zip(ids, labels, strict=True))
+
+
+def gathered(counter: CollectiveCounter) -> list[int]:
+    return [launch.num_bytes for launch in counter.launches if launch.name == "all_gather"]
+
+
+def check_gradients(model: nn.Module, whole: nn.Module, group: ProcessGroup) -> None:
+    finalize_gradients_(model, tp_group=group, dp_group=None)
+    dense = {name: param.grad for name, param in whole.named_parameters()}
+    for name, param, layout in named_param_layouts(model, group.size()):
+        # transformers computes its loss in fp32.
+        found = gather_parameter(param.grad, layout, group=group)
+        torch.testing.assert_close(found, dense[name], rtol=2e-6, atol=2e-6, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_parts_equals_the_loss_of_whole_logits(group: ProcessGroup, kind: str) -> None:
+    whole = made(kind, KINDS[kind])
+    model = parallelize(copy.deepcopy(whole), Groups(tp=group))
+    for ids, labels in batches():
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        for options in ({}, {"num_items_in_batch": torch.tensor(11)}, {"shift_labels": shifted, "ignore_index": 5}):
+            if "ignore_index" in options:
+                shifted.masked_fill_(shifted == -100, 5)
+            with CollectiveCounter() as counter:
+                found, expected = (each(input_ids=ids, labels=labels, **options) for each in (model, whole))
+            assert gathered(counter) == STATISTICS
+            assert found.logits.is_split
+            assert found.logits.requires_grad
+            assert found.logits.shape == expected.logits.shape
+            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+            found.loss.backward()
+            expected.loss.backward()
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-6, atol=1e-6)
+        assert not found.logits.is_split
+    check_gradients(model, whole, group)
+    with torch.no_grad():
+        assert type(model(input_ids=ids).logits) is Tensor
+    with pytest.raises(VocabularyError, match="37"):
+        model(input_ids=ids, labels=labels + 37)
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def fewer(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[..., :30].flatten(0, 1), labels.flatten().clamp(max=29))
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def of_classes_first(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def scaled_by_a_tensor(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((logits * torch.linspace(0.5, 1, 37)).view(-1, 37), labels.flatten())
+
+
+def written_through_a_view(logits: Tensor, labels: Tensor) -> Tensor:
+    rows = logits.double().view(-1, 37)
+    again = rows.view(14, 37)
+    again[:, 3] = -9.0
+    return F.cross_entropy(rows, labels.flatten())
+
+
+def looked_at_first(logits: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert logits.argmax(-1).shape == labels.shape
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def of_another_function(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(_Identity.apply(logits).flatten(0, 1), labels.flatten())
+
+
+def added_to_another(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+READERS = (
+    fewer,
+    smoothed,
+    of_classes_first,
+    scaled_by_a_tensor,
+    written_through_a_view,
+    looked_at_first,
+    of_another_function,
+    added_to_another,
+)
+
+
+class Planted(transformers.LlamaForCausalLM):
+    """A model whose forward does something else with its logits."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, read: Any) -> Any:  # type: ignore[override]
+        logits = self.lm_head(self.model(input_ids=input_ids, use_cache=False).last_hidden_state) / 2.0
+        return transformers.modeling_outputs.CausalLMOutput(loss=read(logits, labels), logits=logits)
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_that_reads_logits_otherwise_has_whole_ones(group: ProcessGroup) -> None:
+    whole = made("Llama", {})
+    whole.__class__ = Planted
+    model = parallelize(copy.deepcopy(whole), Groups(tp=group))
+    for read in READERS:
+        for ids, labels in batches():
+            found, expected = (each(ids, labels, read) for each in (model, whole))
+            assert type(found.logits) is SplitLogits
+            assert not found.logits.is_split
+            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0, msg=read.__name__)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-6, atol=1e-6)
+            found.loss.backward()
+            expected.loss.backward()
+    check_gradients(model, whole, group)
+    logits = model(ids, labels, lambda logits, labels: None).logits
+    with pytest.raises(ConfigError, match=r"c10d.allreduce_.* may write into logits that are split over the ranks"):
+        group.allreduce([logits])
+    assert logits.is_split
+
+
+@pytest.mark.ranks(2)
+def test_our_own_forward_never_gathers_for_a_loss(group: ProcessGroup) -> None:
+    config = transformers.ArceeConfig(**SIZES, architectures=["ArceeForCausalLM"]).to_dict()
+    description: ModelConfig = library.describe(config)
+    model = PlannedModel(description, groups=Groups(tp=group))
+    generator = torch.Generator().manual_seed(7 + group.rank())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+        ids, labels = batches()[0]
+        with CollectiveCounter() as counter:
+            losses = model(ids, labels=labels)
+        assert gathered(counter) == STATISTICS
+        logits = model(ids).transpose(0, 1)
+    assert type(logits) is Tensor
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    torch.testing.assert_close(losses, expected)

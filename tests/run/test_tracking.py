@@ -1,0 +1,191 @@
+"""Trackers get what a run writes, and do nothing to it: fakes of their packages record, raise and hang."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.program import Program, run
+
+from shardwise.run import tracking
+from shardwise.run.commands.harness_tasks import _numbers
+from shardwise.run.metrics import MetricsWriter, read_metrics
+from shardwise.run.tracking import Tracking
+
+# A package whose functions record their calls, and fail as the environment says: FAULT=name:place:kind.
+FAKE = """
+import json, os, signal, sys, time
+def _do(place, *args, **options):
+    with open(os.environ["RECORDED"], "a") as file:
+        print(json.dumps([NAME, place, args, options], default=str), file=file)
+    print("noise of a library")
+    fault = os.environ.get("FAULT", "::").split(":")
+    if fault[0] == NAME and fault[1] == place:
+        if fault[2] == "raise": raise RuntimeError(f"no network\\nat {place}")
+        if fault[2] == "exit": sys.exit(3)
+        if fault[2] == "die": os.kill(os.getpid(), signal.SIGKILL)
+        if fault[2] == "hang": time.sleep(1000)
+class _Thing:
+    url, dir, id = None, "/somewhere/files", "id"
+    summary = config = None
+    def __init__(self, prefix=""): self._prefix = prefix
+    def __getattr__(self, name): return lambda *args, **options: _do(self._prefix + name, *args, **options)
+    def __setitem__(self, name, value): _do("summary", name, value)
+_do("import")
+"""
+WANDB = """
+NAME = "wandb"
+{fake}
+def init(**options):
+    _do("init", **options)
+    run = _Thing()
+    run.summary, run.config = _Thing(), _Thing("config.")
+    return run
+"""
+TRACKIO = """
+NAME = "trackio"
+{fake}
+from functools import partial
+init, log, finish, Markdown = partial(_do, "init"), partial(_do, "log"), partial(_do, "finish"), str
+"""
+MLFLOW = """
+NAME = "mlflow"
+{fake}
+import types
+entities, utils, clock = (types.ModuleType(f"mlflow.{{name}}") for name in ("entities", "utils", "utils.time"))
+sys.modules |= {{"mlflow.entities": entities, "mlflow.utils": utils, "mlflow.utils.time": clock}}
+entities.Metric, clock.get_current_time_millis = (lambda name, value, at, step: [step, name, value]), lambda: 0
+class MlflowClient:
+    def log_batch(self, run_id, metrics): _do("log", run_id, metrics)
+def start_run(**options):
+    _do("init", **options)
+    return types.SimpleNamespace(info=types.SimpleNamespace(run_id=options["run_id"] or "new"))
+def end_run(status): _do("finish", status)
+def __getattr__(name): return lambda *args: _do(name, *args)
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the fakes for this process and its children; return the file of their calls."""
+    for name, text in {"wandb": WANDB, "trackio": TRACKIO, "mlflow": MLFLOW}.items():
+        (tmp_path / "fakes" / name).mkdir(parents=True)
+        (tmp_path / "fakes" / name / "__init__.py").write_text(text.format(fake=FAKE))
+    monkeypatch.syspath_prepend(tmp_path / "fakes")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fakes"))
+    monkeypatch.setenv("RECORDED", str(tmp_path / "recorded"))
+    return tmp_path / "recorded"
+
+
+def calls(recorded: Path, name: str, *places: str) -> list[Any]:
+    """Return the arguments of a fake's calls at some places, positional ones and those by name."""
+    lines = map(json.loads, recorded.read_text().splitlines())
+    return [[args, options] for of, place, args, options in lines if of == name and place in places]
+
+
+def track(folder: Path, names: list[str], steps: range, *, before_end: float = 0.0) -> None:
+    """Write metrics of ``steps``, with trackers, as a run does."""
+    with Tracking(names, folder / "trackers") as tracked, MetricsWriter(folder, steps.start) as metrics:
+        settings = {"training": {"steps": 5}}
+        tracked.start("mine", settings, metrics=folder / "metrics.jsonl", first_step=steps.start)
+        for step in steps:
+            metrics.write(step, {"loss": 1.0 / (step + 1)})
+            tracked.show_notes()
+        time.sleep(before_end)
+        tracked.report = "it is done"
+
+
+def steps_of(recorded: Path, name: str) -> list[int]:
+    if name == "mlflow":
+        return [step for (_, metrics), _ in calls(recorded, name, "log") for step, _, _ in metrics]
+    logged = [(args[0], options) for args, options in calls(recorded, name, "log")]
+    return [options.get("step", values.get("step")) for values, options in logged if "loss" in values]
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit", "die"])
+@pytest.mark.parametrize("place", ["import", "init", "log", "finish"])
+def test_a_tracker_that_fails_is_mentioned_once(
+    tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    place: str, kind: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("FAULT", f"trackio:{place}:{kind}")
+    track(tmp_path, ["trackio"], range(4), before_end=1.2)
+    notes = [line for line in capsys.readouterr().out.splitlines() if "see it with" not in line]
+    assert len(notes) == 1
+    reason = {"raise": f"RuntimeError: no network at {place}", "exit": "SystemExit: 3", "die": "was ended by SIGKILL"}[
+        kind
+    ]
+    assert reason in notes[0]
+    assert str(tmp_path / "trackers" / "trackio.log") in notes[0]
+
+
+def test_a_tracker_that_lost_metrics_gets_them_when_the_run_resumes(
+    tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "wandb:init:die")
+    track(tmp_path, ["wandb"], range(3))
+    assert steps_of(recorded, "wandb") == []
+    monkeypatch.delenv("FAULT")
+    track(tmp_path, ["wandb"], range(3, 5))
+    assert steps_of(recorded, "wandb") == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("place", ["import", "init", "log", "finish"])
+def test_a_tracker_that_hangs_is_left(
+    tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(tracking, "_END_SECONDS", 1)
+    monkeypatch.setenv("FAULT", f"trackio:{place}:hang")
+    track(tmp_path, ["trackio"], range(4))
+    assert "trackio: was not done 1 s after the run" in capsys.readouterr().out
+
+
+def test_a_tracker_that_is_not_installed_is_mentioned_with_its_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A folder of the name, such as wandb makes, is no installation.
+    (tmp_path / "here" / "wandb").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "here")
+    track(tmp_path, ["wandb"], range(1))
+    assert capsys.readouterr().out == (
+        "note   wandb: not tracked, because it is not installed: pip install 'shardwise[wandb]'\n"
+    )
+
+
+def test_an_evaluation_is_a_run_of_one_step(tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracking.track_evaluation((), "model", {}, {})
+    assert not (tmp_path / "runs").exists()
+    numbers = _numbers({"results": {"easy": {"acc,none": 0.5, "alias": "easy"}, "hard": {"acc,none": 0}}})
+    assert numbers == {"easy/acc.none": 0.5, "hard/acc.none": 0.0}
+    tracking.track_evaluation(["mlflow"], "some/model", {"data": ("a", "b")}, numbers)
+    assert steps_of(recorded, "mlflow") == [0, 0]
+    assert [options["run_name"] for _, options in calls(recorded, "mlflow", "init")] == ["eval model"]
+    assert calls(recorded, "mlflow", "log_params")[0][0] == [{"checkpoint": "some/model", "data": "['a', 'b']"}]
+
+
+@pytest.mark.slow
+def test_a_run_with_trackers_is_the_run_without(tmp_path: Path, recorded: Path) -> None:
+    """One of two ranks tracks; a tracker hangs, and SIGTERM ends the run as ever; the resumed run is the run."""
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a short text\n" for number in range(400)))
+    sizes = "--model.num-layers 1 --model.hidden-size 16 --model.vocab-size 300 --model.sequence-length 16 --tp 2"
+    command = ["-m", "shardwise", "train", "--data", "text.txt", "--device", "cpu", *sizes.split()]
+    options: dict[str, Any] = {"folder": tmp_path, "SHARDWISE_CACHE": tmp_path / "cache"}
+    tracked = [*command, "--out", "tracked", "--training.steps", "30", "--track", "wandb"]
+    with Program(*tracked, "trackio", **options, FAULT="trackio:log:hang") as program:
+        program.wait_for_line("note   wandb: ")
+        program.interrupt(signal.SIGTERM)
+        done = program.finish(exit_code=143)
+    assert "interrupted; the run stopped at step" in done.stderr
+    run(*tracked, "--resume", "auto", **options)
+    run(*command, "--out", "plain", "--training.steps", "30", **options)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / out / "metrics.jsonl")] for out in ("tracked", "plain")]
+    assert losses[0] == losses[1]
+    assert len(calls(recorded, "trackio", "log")) == 1, "it hung"
+    first, *others = calls(recorded, "wandb", "init")
+    assert others == [first], "one rank tracks, and the resumed run goes on in the same one"
+    assert set(steps_of(recorded, "wandb")) == set(range(30))
