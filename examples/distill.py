@@ -1,6 +1,7 @@
 """Train a model on what a larger one predicts: a method of learning that Shardwise does not have, as a program.
 
     python examples/distill.py STUDENT --teacher LARGE --data chats.jsonl --out taught
+    export OMP_NUM_THREADS=1
     torchrun --nproc-per-node 2 examples/distill.py STUDENT --teacher LARGE --data chats.jsonl --out taught --tp 2
 
 Both models are Hugging Face folders with the same tokenizer. The loss of a token is ``alpha T² KL + (1 - alpha) CE``

@@ -4,7 +4,7 @@ One rank, and the same with other rounding; then two ranks; then the diagnosis::
 
     python examples/doctor.py recordings/one
     python examples/doctor.py recordings/rounding --perturb
-    torchrun --nproc-per-node 2 examples/doctor.py recordings/parallel
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/doctor.py recordings/parallel
     shardwise doctor recordings/one recordings/parallel --rounding recordings/rounding
 
 With ``--wrong``, one layer's output stays a partial sum, as with a wrong entry in a plan.

@@ -1,5 +1,6 @@
 """Train a small Llama with tensor and data parallelism, from a text file to a checkpoint, with Shardwise's Python API.
 
+    export OMP_NUM_THREADS=1
     python examples/train.py README.md                                       # one rank
     torchrun --nproc-per-node 2 examples/train.py README.md --tp 2 --out split    # each layer split over two ranks
     torchrun --nproc-per-node 4 examples/train.py README.md --tp 2 --steps 40     # two copies; resumes the first run

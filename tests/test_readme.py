@@ -91,6 +91,15 @@ def test_the_index_has_every_page():
     assert {path for path in docs.rglob("*.md") if path.parent.name != "decisions"} - linked == {docs / "README.md"}
 
 
+def test_commands_of_torchrun_set_the_threads():
+    """Otherwise torchrun's first three lines are about them."""
+    programs = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh")]
+    programs.append(ROOT / "src" / "shardwise" / "cli" / "training.py")
+    for path in [*pages(), *programs]:
+        before, command, _ = re.sub("`torchrun[^`]*`", "", path.read_text("utf-8")).partition("torchrun --n")
+        assert not command or "OMP_NUM_THREADS=" in before, path
+
+
 def test_no_page_is_long():
     assert {page.name: lines for page in pages() if (lines := len(page.read_text("utf-8").splitlines())) > 250} == {}
 

@@ -1,5 +1,6 @@
 """A program written for Megatron: train a small GPT for five steps, save it and load it again.
 
+    export OMP_NUM_THREADS=1
     torchrun --nproc-per-node 4 examples/from_megatron/train_gpt.py --tp 2 --pp 2 --checkpoint CHECKPOINT
 
 Only the first two lines of code name Shardwise; all other imports are Megatron's. The losses are the same in every

@@ -1,6 +1,6 @@
 """Train and save a small BLOOM (ALiBi, LayerNorm after the embedding, tied output) on the same four ranks.
 
-    torchrun --nproc-per-node 4 examples/mpu_walkthrough/bloom.py [FOLDER]
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/mpu_walkthrough/bloom.py [FOLDER]
 
 Five layers on two stages, three heads and 101 ids on two ranks: sizes need not divide evenly. The model is written into
 FOLDER (default: a temporary folder) in the format of Hugging Face's transformers, and read again.

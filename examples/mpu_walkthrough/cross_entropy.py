@@ -1,6 +1,6 @@
 """Cross entropy over a split vocabulary, step by step.
 
-    torchrun --nproc-per-node 4 examples/mpu_walkthrough/cross_entropy.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/mpu_walkthrough/cross_entropy.py
 
 No rank ever has all logits of a token. Per token, the ranks exchange only three numbers.
 """

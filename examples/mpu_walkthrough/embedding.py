@@ -1,6 +1,6 @@
 """An embedding table split over the vocabulary, step by step.
 
-    torchrun --nproc-per-node 4 examples/mpu_walkthrough/embedding.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/mpu_walkthrough/embedding.py
 
 Each rank looks up the ids that it holds, with zeros for the others. The sum over the tensor-parallel group equals the
 lookup in one whole table.

@@ -42,6 +42,7 @@ def test_help_and_mistakes_do_not_wait_for_torch(tmp_path):
         import-hf missing --out out
         export-hf missing --out out
         tokenize --data missing --tokenizer missing --out out
+        completion bash --help | completion csh
     """
     commands = [line.split() for line in lines.replace("|", "\n").splitlines() if line.strip()]
     code = f"""
@@ -67,7 +68,9 @@ def test_help_lists_the_commands(capsys):
     text, error = capsys.readouterr()
     assert error == ""
     for name, command in COMMANDS.items():
-        assert f"  {name:<{max(map(len, COMMANDS))}}  {command.summary}\n" in text
+        assert text.count(f"  {name:<{max(map(len, COMMANDS))}}  {command.summary}\n") == 1
+    begin = text.partition("first steps:\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in begin.splitlines()] == ["demo", "train", "generate", "finetune", "plan"]
     assert main([]) == 2
     assert capsys.readouterr() == ("", text)
 
@@ -84,7 +87,7 @@ def test_version(capsys):
         (
             "xyz",
             "unknown command 'xyz'; one of demo, train, finetune, dpo, plan, doctor, generate, chat, eval, "
-            "compare, tokenize, import-hf, import-megatron, export-hf, export-megatron, conformance, env",
+            "compare, tokenize, import-hf, import-megatron, export-hf, export-megatron, conformance, env, completion",
         ),
         *((word, f"{word} is not a command any more: {REMOVED[word]}") for word in ("classify", "distill")),
         ("--verson", "unknown option '--verson'; did you mean --version?"),

@@ -65,7 +65,7 @@ class Arguments(Checked, prefix="--"):
     lasts: ClassVar[bool] = False
 
     def begins(self) -> str:
-        """Return what the command does first, for the line that is printed before PyTorch is imported."""
+        """Return what the command does first, to print before PyTorch is imported; empty if it is not imported."""
         return "starting"
 
     def check_early(self) -> None:

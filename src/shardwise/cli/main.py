@@ -125,6 +125,16 @@ COMMANDS = {
     "export-megatron": Command("conversion", "ExportMegatronArguments", "write a checkpoint as one of Megatron"),
     "conformance": Command("conformance", "ConformanceArguments", "check a library for known tensor-parallel bugs"),
     "env": Command("env", "EnvArguments", "show versions, devices, backends and fast paths"),
+    "completion": Command("completion", "CompletionArguments", "complete commands and flags in bash, zsh or fish"),
+}
+# Of help: what a newcomer needs, and the rest by purpose.
+_PURPOSES = {
+    "first steps": ("demo", "train", "generate", "finetune", "plan"),
+    "more training": ("dpo", "tokenize"),
+    "use and measure a model": ("chat", "eval"),
+    "formats of others": ("import-hf", "export-hf", "import-megatron", "export-megatron"),
+    "find faults": ("compare", "doctor", "conformance"),
+    "this machine": ("env", "completion"),
 }
 
 
@@ -236,7 +246,7 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
 
 def announce(command: str, arguments: Arguments, world_size: int = 1) -> None:
     """Print what begins, because importing PyTorch takes seconds; nothing if it is imported, or for a program."""
-    if "torch" not in sys.modules and not getattr(arguments, "json", False):
+    if "torch" not in sys.modules and not getattr(arguments, "json", False) and arguments.begins():
         ranks = f" on {world_size} ranks" if world_size > 1 else ""
         print_note(f"shardwise {command}", f"{arguments.begins()}{ranks}; PyTorch is loaded first")
 
@@ -343,10 +353,13 @@ def _without_command(word: str) -> int:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    purposes = "\n\n".join(
+        f"{purpose}:\n" + "\n".join(f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names)
+        for purpose, names in _PURPOSES.items()
+    )
     return (
         "usage: shardwise COMMAND [options]\n\n"
         "Megatron-style parallelism for PyTorch, checked against one rank.\n\n"
-        f"commands:\n{rows}\n\n"
+        f"{purposes}\n\n"
         "shardwise COMMAND --help explains a command, shardwise --version prints the version."
     )

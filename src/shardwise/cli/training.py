@@ -26,7 +26,7 @@ class TrainArguments(RunArguments):
       shardwise train --data FOLDER --tp 2
     On many hosts, torchrun starts the ranks (leave out --nproc, which torchrun
     takes for its own flag unless "--" precedes it):
-      torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
+      OMP_NUM_THREADS=1 torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
     """
 
     settings: Annotated[Settings, tyro.conf.arg(name="")]
