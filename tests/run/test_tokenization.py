@@ -77,6 +77,20 @@ def test_an_ended_call_goes_on(files, monkeypatch):
         tokenize(data, files / "tok", out=files / "ended.idx", workers=1)
 
 
+def test_files_of_others_in_the_folder_of_parts_stay(files):
+    folder = files / "x.parts"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"for the parts of this call, and has 'notes\.txt', which no"):
+        tokenize(files / "web", files / "tok", out=files / "x", workers=1)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    # A folder of that name does not make this call's files of others.
+    (files / "x.bin").write_text("mine")
+    with pytest.raises(ConfigError, match=r"x.bin' exists; remove it"):
+        tokenize(files / "web", files / "tok", out=files / "x", workers=1)
+    assert (files / "x.bin").read_text() == "mine"
+
+
 def test_bad_input_is_named(files):
     (files / "bad.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
     with pytest.raises(DataError, match=r"bad.jsonl', line 2: broken JSON: Expecting ',' delimiter at column 13"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.atomic_files import check_folder
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, ParityError
 from shardwise.core.topology import Groups
@@ -61,6 +62,7 @@ def diagnose_run(
         earlier = [folder / name for name in _RECORDINGS]
 
         def check_earlier() -> None:
+            check_folder(folder)
             for each in earlier if ranks.is_first else ():
                 check_replaceable(each)
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -298,10 +299,15 @@ def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch
     )
     refused(ConfigError, "is the model's own folder", out=root / "gpt2")
     refused(ConfigError, r"has a config\.json, which no run put there", out=root / "llama")
-    if group.rank() == 0:
-        (tmp_path / "adapters").mkdir()
-        (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
-    refused(ConfigError, r"has an adapter_config\.json, which no run put there", out=tmp_path / "adapters")
+    for number, name in enumerate(
+        ("adapter_config.json", "adapter_model.safetensors", "model-00001-of-00003.safetensors")
+    ):
+        if group.rank() == 0:
+            (tmp_path / f"{number}").mkdir()
+            (tmp_path / f"{number}" / name).write_text("{}")
+        said = rf"has an? {re.escape(name)}, which no run put there"
+        refused(ConfigError, said, out=tmp_path / f"{number}")
+        assert (tmp_path / f"{number}" / name).exists()
     refused(ConfigError, "of 2 data-parallel|multiple of the 2 data-parallel", tp=1, global_batch_size=3)
     bare = tmp_path / "bare"
     first = group.rank() == 0
@@ -388,5 +394,5 @@ def test_a_folder_holds_what_was_asked_for_last(tmp_path):
     assert (out / templates / "tool_use.jinja").read_text() == "of the export"
     shutil.rmtree(out / templates)
     assert {path.name for path in out.iterdir()} == kept | of_model
-    results._remove(out, results._MODEL_FILES)
+    results._remove(out, results.MODEL_FILES)
     assert {path.name for path in out.iterdir()} == kept

@@ -37,6 +37,8 @@ _GROUP_CHARS = 1 << 20
 _PART_TOKENS = 1 << 26
 # Megatron's limit of uint16, below which all ids of a vocabulary are.
 _UINT16_IDS = 65_500
+# File that says of which call the parts are.
+_JOB = "job.json"
 
 _tokenizer: Tokenizer | None = None
 _Encoded = tuple[NDArray[Any], list[int]]
@@ -102,7 +104,7 @@ def tokenize(
     prefix = prefix_of(out).absolute()
     bin_path, idx_path, folder = (prefix.with_name(prefix.name + end) for end in (".bin", ".idx", ".parts"))
     # A call that is ended at its last moment leaves its parts too.
-    if (found := next((path for path in (idx_path, bin_path) if path.exists()), None)) and not folder.exists():
+    if (found := next((path for path in (idx_path, bin_path) if path.exists()), None)) and not (folder / _JOB).exists():
         raise ConfigError(f"{str(found)!r} exists; remove it, or choose another --out")
     files = list(dict.fromkeys(file for each in paths for file in files_of(Path(each).expanduser())))
     loaded = Tokenizer.load(tokenizer)
@@ -118,8 +120,8 @@ def tokenize(
             raise DataError(f"there is no text in {', '.join(map(str, paths))}; give files with text")
         documents = _join(parts, bin_path, idx_path, dtype)
         num_tokens = sum(IndexedTokens(part).num_tokens for part in parts)
-        for path in folder.glob("*.*"):
-            path.unlink()
+        for path in (folder / _JOB, *folder.glob("part-*.bin"), *folder.glob("part-*.idx")):
+            path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
     return Tokenized(idx_path, documents, num_tokens, resumed)
@@ -164,10 +166,16 @@ def _job(files: Sequence[Path], tokenizer: Tokenizer, text_key: str, special_tok
 
 
 def _check_job(folder: Path, job: dict[str, Any]) -> None:
-    path = folder / "job.json"
+    path = folder / _JOB
     try:
         found = read_json(path)
     except FileNotFoundError:
+        # The lock's file begins with a dot, and so do files of killed calls.
+        if foreign := sorted(each.name for each in folder.iterdir() if each.name[0] != "."):
+            raise ConfigError(
+                f"{str(folder)!r} is for the parts of this call, and has {foreign[0]!r}, which no call put there; move "
+                "it away, or choose another --out"
+            ) from None
         write_atomically(path, lambda file: file.write(json.dumps(job).encode()))
         return
     except (OSError, ValueError):

@@ -42,6 +42,10 @@ from shardwise.training.bounds import DEFAULT_SEQUENCE, refuse
 
 _LOOKED_AT_BYTES = 1 << 20
 
+# Readers look for the first file first, so that a partially emptied folder counts as a folder without a model.
+MODEL_FILES = (CONFIG_NAME, "model*.safetensors", "model*.safetensors.index.json")
+ADAPTER_FILES = (ADAPTER_CONFIG_NAME, "adapter_model*.safetensors")
+
 S = TypeVar("S", bound=FinetuneSettings)
 
 
@@ -320,7 +324,7 @@ def _check_out(out: Path, base: Path) -> None:
         raise ConfigError(f"--out {out} is the model's own folder; choose another")
     if (out / "settings.json").exists():
         return
-    for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME):
-        if (out / name).exists():
+    for pattern in (*MODEL_FILES, *ADAPTER_FILES):
+        for name in sorted(path.name for path in out.glob(pattern)):
             article = "an" if name[0] in "aeiou" else "a"
             raise ConfigError(f"--out {out} has {article} {name}, which no run put there; choose another folder")

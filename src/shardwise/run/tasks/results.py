@@ -12,7 +12,7 @@ from shardwise.models.description import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.settings import FinetuneSettings
 from shardwise.run.tasks.model_card import model_card
-from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.run.tasks.pretrained_model import ADAPTER_FILES, MODEL_FILES, PretrainedModel
 from shardwise.run.tasks.task import Session
 from shardwise.storage.adapters import merge_lora_, remove_lora_, save_adapter
 from shardwise.storage.huggingface import save_pretrained
@@ -29,7 +29,7 @@ def write_adapters(session: Session) -> None:
     model, out, source, control = session.trainer.model, session.out, _source_of(session), session.ranks.control
     assert isinstance(model, TransformerModel)
     # Next to the model of an earlier run, the adapters would be read as adapters of that model.
-    agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
+    agree(lambda: _remove(out, MODEL_FILES) if session.ranks.is_first else None, group=control)
     # An absolute path is valid from any working directory.
     base = os.path.abspath(source.settings.base)
     save_adapter(model, out, source.folder.architecture, base_model=base, base_vocab_size=source.folder.new_ids.start)
@@ -99,11 +99,6 @@ def _card(session: Session) -> str:
     )
 
 
-# Readers look for the first file first, so that a partially emptied folder counts as a folder without a model.
-_MODEL_FILES = (CONFIG_NAME, "model*.safetensors", "model*.safetensors.index.json")
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model*.safetensors")
-
-
 def _remove(out: Path, patterns: Sequence[str]) -> None:
     """Remove the files of an earlier run from ``out``."""
     try:
@@ -115,7 +110,7 @@ def _remove(out: Path, patterns: Sequence[str]) -> None:
 
 def _move_into_place(partial: Path, out: Path) -> None:
     """Replace an earlier export or adapters by the files in ``partial``."""
-    _remove(out, (*_ADAPTER_FILES, *_MODEL_FILES))
+    _remove(out, (*ADAPTER_FILES, *MODEL_FILES))
     try:
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):
             if path.is_dir() and (out / path.name).is_dir():
