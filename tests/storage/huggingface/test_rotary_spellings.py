@@ -18,10 +18,10 @@ from shardwise.storage.huggingface import config_from_json, config_to_json
 
 FAMILIES = [
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", "olmo2", "gemma2", "gemma3", "gpt_neox"),
-    *("olmo3", "ministral"),
+    *("olmo3", "ministral", "ministral3", "gemma4"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe"),
 ]
-WINDOWED = ("gemma3", "olmo3")
+WINDOWED = ("gemma3", "olmo3", "gemma4")
 """Families in which layers with a window have positions of their own."""
 LENGTHS = (5, 40, 100)
 CONTEXT = "original_max_position_embeddings"
@@ -193,7 +193,9 @@ def sizes_of(family: str) -> dict[str, Any]:
         sizes |= {"num_key_value_heads": 2, "head_dim": 16}
     if family in WINDOWED:
         sizes |= {"layer_types": ["sliding_attention", "full_attention"]}
-    return sizes | {"model_type": "gemma3_text" if family == "gemma3" else family}
+    if family == "gemma4":
+        sizes |= {"global_head_dim": 16, "num_global_key_value_heads": 2}
+    return sizes | {"model_type": f"{family}_text" if family in ("gemma3", "gemma4") else family}
 
 
 Tables = list[tuple[Tensor, Tensor]]
@@ -205,7 +207,9 @@ def of_transformers(family: str, values: dict[str, Any]) -> tuple[Tables, float 
 
     config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(values))
     module = sys.modules[transformers.AutoModel._model_mapping[type(config)].__module__]
-    rotary_class = next(each for name, each in vars(module).items() if name.endswith("RotaryEmbedding"))
+    classes = {name: each for name, each in vars(module).items() if name.endswith("RotaryEmbedding")}
+    # Gemma 4 has one for images too.
+    rotary_class = classes.get("Gemma4TextRotaryEmbedding") or next(iter(classes.values()))
     rotary = rotary_class(config)
     kinds = [("full_attention",), ("sliding_attention",)] if family in WINDOWED else [()]
     tables = []
@@ -284,5 +288,7 @@ def test_every_spelling(family: str) -> None:
     unnamed = [text for text in refused.values() if not re.search("rope|rotary|rotated", text)]
     assert not unnamed, unnamed
     # transformers itself reads few spellings of Phi-3, and ignores positions by kind of layer in others. Of OLMo 3 its
-    # versions 4 and 5 read a base outside of rope_parameters differently.
-    assert len(equal) >= {"phi3": 45, "gemma3": 90, "olmo3": 38}.get(family, 95), (len(equal), list(refused))
+    # versions 4 and 5 read a base outside of rope_parameters differently. Ministral 3 has YaRN alone, and Gemma 4
+    # no rope_scaling.
+    least = {"phi3": 45, "gemma3": 90, "olmo3": 38, "ministral3": 10, "gemma4": 15}
+    assert len(equal) >= least.get(family, 95), (len(equal), list(refused))

@@ -148,6 +148,9 @@ class _Gemma4(Windowed):
         }
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        if scaling := fields.values.get("rope_scaling"):
+            # transformers makes no model of it.
+            raise fields.error("rope_scaling", scaling, "left out; scale rope_parameters.full_attention")
         given = {"rope_parameters": fields.values.get("rope_parameters") or _GEMMA4_POSITIONS}
         return read_rope_by_kind(Fields(given, fields.where), longest, theta=1e6, window_theta=None)
 

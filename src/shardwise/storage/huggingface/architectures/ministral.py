@@ -30,9 +30,9 @@ class _Ministral3(Mistral):
     default_window = None
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
-        name = next((each for each in ("rope_scaling", "rope_parameters") if fields.values.get(each)), None)
-        if name is None:
-            name, fields = "rope_parameters", Fields({**fields.values, "rope_parameters": _YARN}, fields.where)
+        name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+        if fields.values.get(name) is None:
+            fields = Fields({**fields.values, name: _YARN}, fields.where)
         positions = read_rope(fields, longest)
         rope, scaling = Fields(fields.values[name], f"{fields.where}: {name}"), positions["rope_scaling"]
         if scaling is None or scaling.kind != "yarn":
