@@ -89,7 +89,8 @@ def test_a_run_at_tp_2_equals_one_rank_and_goes_on_at_tp_3(root: Path, kind: str
     packing = ("--packing",)
     printed = finetune(root, kind, f"{kind}-1", 1, *packing)
     assert f"computed by {kind}ForCausalLM of transformers {transformers.__version__}\n" in printed
-    split = finetune(root, kind, f"{kind}-2", 2, "--training.save-every", 5, *packing)
+    recomputed = ("--recompute.granularity", "full")
+    split = finetune(root, kind, f"{kind}-2", 2, "--training.save-every", 5, *packing, *recomputed)
     assert f"computed by {kind}ForCausalLM of transformers {transformers.__version__}, split by its own plan" in split
     shutil.copytree(root / f"{kind}-2", root / f"{kind}-3")
     shutil.rmtree(root / f"{kind}-3" / "checkpoints" / f"step-{STEPS:08d}")
@@ -229,7 +230,7 @@ def test_what_needs_a_table_is_refused_by_its_flag(root: Path) -> None:
         "--cp 2": {"parallel": ParallelSettings(cp=2)},
         "--fsdp": {"parallel": ParallelSettings(fsdp=True)},
         "adapters": {"lora": LoraSettings(lora_rank=2)},
-        "--recompute.granularity": {"recompute": RecomputeSettings(granularity="full")},
+        r"--recompute selective \(core_attn\)": {"recompute": RecomputeSettings(granularity="selective")},
         "--model.dropout 0.1": {"model": PretrainedSettings(dropout=0.1)},
     }
     for flag, settings in cases.items():

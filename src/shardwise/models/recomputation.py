@@ -66,6 +66,11 @@ class Recomputation:
         """Return whether this part of every layer is recomputed."""
         return self.granularity == "selective" and module in self.modules
 
+    @property
+    def is_of_each_layer(self) -> bool:
+        """True if only the input of each layer is saved."""
+        return self.granularity == "full" and self.method == "uniform" and self.num_layers == 1
+
     def __str__(self) -> str:
         if self.granularity == "selective":
             return f"selective ({', '.join(self.modules)})"

@@ -277,7 +277,10 @@ class Mesh:
                 (self.cp > 1, "context parallelism"),
                 (self.splits_sequence, "sequence parallelism"),
                 (self.fsdp, "fsdp"),
-                (self.recomputation.granularity != "none", "recomputation"),
+                (
+                    self.recomputation.granularity != "none" and not self.recomputation.is_of_each_layer,
+                    f"recomputation {self.recomputation}",
+                ),
             )
         if model.num_attention_heads < self.tp:
             raise ConfigError(f"tp {self.tp} is more than the {model.num_attention_heads} attention heads; lower it")

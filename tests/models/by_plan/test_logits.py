@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from harness.parity import assert_bit_equal
 from models.by_plan.test_parallelize import SIZES, made
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -20,7 +22,7 @@ from shardwise.core.sharded_state import gather_parameter
 from shardwise.models.by_plan import library
 from shardwise.models.by_plan.logits import SplitLogits
 from shardwise.models.by_plan.model import PlannedModel
-from shardwise.models.config import ModelConfig
+from shardwise.models.recomputation import Recomputation
 from shardwise.nn import named_param_layouts
 from shardwise.training.gradients.finalize import finalize_gradients_
 
@@ -171,15 +173,21 @@ def test_a_forward_that_reads_logits_otherwise_has_whole_ones(group: ProcessGrou
     assert logits.is_split
 
 
-@pytest.mark.ranks(2)
-def test_our_own_forward_never_gathers_for_a_loss(group: ProcessGroup) -> None:
+def own_model(group: ProcessGroup, **changes: Any) -> PlannedModel:
+    """A model with the same values at each call."""
     config = transformers.ArceeConfig(**SIZES, architectures=["ArceeForCausalLM"]).to_dict()
-    description: ModelConfig = library.describe(config)
-    model = PlannedModel(description, groups=Groups(tp=group))
+    model = PlannedModel(replace(library.describe(config), **changes), groups=Groups(tp=group))
     generator = torch.Generator().manual_seed(7 + group.rank())
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator))
+    return model
+
+
+@pytest.mark.ranks(2)
+def test_our_own_forward_never_gathers_for_a_loss(group: ProcessGroup) -> None:
+    model = own_model(group)
+    with torch.no_grad():
         ids, labels = batches()[0]
         with CollectiveCounter() as counter:
             losses = model(ids, labels=labels)
@@ -188,3 +196,19 @@ def test_our_own_forward_never_gathers_for_a_loss(group: ProcessGroup) -> None:
     assert type(logits) is Tensor
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.ranks(2)
+def test_recomputation_repeats_the_forward_of_each_layer(group: ProcessGroup) -> None:
+    ids, labels = batches()[0]
+    plain, recomputing = own_model(group), own_model(group, recompute=Recomputation("full"))
+    sums = []
+    for model in (plain, recomputing):
+        loss = model(ids, labels=labels).sum()
+        with CollectiveCounter() as counter:
+            loss.backward()
+        sums.append(sum(launch.name == "all_reduce" for launch in counter.launches))
+    # At least the one of attention, in each of two layers.
+    assert sums[1] - sums[0] in (2, 4)
+    for own, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
+        assert_bit_equal(own.grad, other.grad)

@@ -67,7 +67,7 @@ class PlannedModel(LanguageModel):
 
     Raises:
         ConfigError: the model cannot be split, or the configuration asks for what a plan does not have: stages,
-            sequence or context parallelism, exact mode, recomputation, dropout on several ranks.
+            sequence or context parallelism, exact mode, recomputation but of each layer, dropout on several ranks.
     """
 
     pre_process = post_process = True
@@ -90,6 +90,8 @@ class PlannedModel(LanguageModel):
                 split_(self.whole, groups, lambda: True)
         if device.type != "meta":
             library.allocate_(self.whole, device)
+        if config.recompute.is_of_each_layer:
+            self.whole.activation_checkpointing_enable()
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.whole.forward).parameters
 
     def _check(self) -> None:
@@ -100,7 +102,10 @@ class PlannedModel(LanguageModel):
             (groups.data.group is not None, "Groups.cp has several ranks; make the topology without cp"),
             (config.sequence_parallel and several, "sequence_parallel is True; set it to False"),
             (config.exact_parts is not None, f"exact_parts is {config.exact_parts}; set it to None"),
-            (config.recompute.granularity != "none", f"recompute is {config.recompute}; leave it out"),
+            (
+                config.recompute.granularity != "none" and not config.recompute.is_of_each_layer,
+                f"recompute is {config.recompute}; set it to full (uniform, 1 layer)",
+            ),
             (
                 dropout > 0 and several,
                 f"dropout is {dropout:g} over several ranks; set hidden_dropout and attention_dropout to 0",

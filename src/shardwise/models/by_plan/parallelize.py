@@ -19,6 +19,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.layout import I, Layout
 from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Groups
+from shardwise.kernels.products import OwnProducts
 from shardwise.models.by_plan.attention import READERS, AttentionHeads, heads_of
 from shardwise.models.by_plan.hooks import Hooks, SharedCopies
 from shardwise.models.by_plan.styles import ENTERING, SPLIT, STYLES, Style
@@ -438,6 +439,8 @@ def _linear(module: Any, style: Style, work: _Work) -> nn.Module:
         gathers = style.target is not None and style.target[0] != style.target[1]
         options |= {} if gathers else apart
         layer = _Column(*sizes, parallelism=LinearParallelism.LOCAL, **options)
+        # Autograd's own linear would not choose between libraries.
+        layer.plan = layer.plan.with_products(OwnProducts())
         layer.gathers = gathers
     else:
         own = [layout.local_size(rank) // layout.stride for rank in range(work.group.size())]

@@ -185,7 +185,10 @@ def check_by_plan(settings: FinetuneSettings, model: ModelConfig) -> None:
         (parallel.cp > 1, f"--cp {parallel.cp}; use --tp, or a shorter --model.sequence-length"),
         (parallel.ep > 1, f"--ep {parallel.ep}; --tp splits each expert"),
         (parallel.fsdp, "--fsdp; use --tp, or --zero 1"),
-        (settings.recompute.granularity != "none", "--recompute.granularity; leave it out"),
+        (
+            settings.recompute.granularity != "none" and not settings.recompute.is_of_each_layer,
+            f"--recompute {settings.recompute}; use --recompute.granularity full alone",
+        ),
         (settings.optimizer.name == "muon", "--optimizer.name muon; use adamw"),
         (lora.is_on, "adapters; leave out the --lora flags, which trains all weights"),
         (settings.resize_vocab, "--resize-vocab; add rows with transformers (resize_token_embeddings) first"),
