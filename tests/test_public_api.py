@@ -17,7 +17,7 @@ from shardwise.run.settings import FinetuneSettings
 from shardwise.training.bounds import from_keywords
 
 EXPORTS = {
-    "shardwise": "Groups Topology parallelize",
+    "shardwise": "Groups Topology on_ranks parallelize",
     "shardwise.models": "Bert Experts GPT LatentAttention LayerConfig ModelConfig Recomputation",
     "shardwise.nn": (
         "Arithmetic ColumnLinear GroupModule HeadsRMSNorm LinearParallelism ReplicatedEmbedding ReplicatedLinear "

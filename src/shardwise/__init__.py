@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Groups", "Topology", "parallelize"]
+__all__ = ["Groups", "Topology", "on_ranks", "parallelize"]
 
 
 class _Doors:
@@ -48,4 +48,8 @@ def __getattr__(name: str) -> object:
         from shardwise.models.by_plan.parallelize import parallelize
 
         return parallelize
+    if name == "on_ranks":
+        from shardwise.cli.on_ranks import on_ranks
+
+        return on_ranks
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from shardwise.cli.reporting import (
     EXIT_FAILURE,
@@ -52,6 +53,23 @@ class _Failure:
     time: float
 
 
+@dataclass(frozen=True)
+class Ending:
+    """Why ranks ended with a failure.
+
+    Attributes:
+        message: one line for the user.
+        exit_code: 2 for the user's mistakes, 1 for other failures, 128 plus the number of a signal.
+        rank: the rank that failed first.
+        reports: what the ranks reported, likeliest cause first.
+    """
+
+    message: str
+    exit_code: int
+    rank: int
+    reports: Sequence[FailureReport] = ()
+
+
 def shardwise_command(*arguments: str) -> list[str]:
     """Return the command line that runs ``shardwise ARGUMENTS`` as a rank, with this interpreter."""
     # `-m` puts the current folder first on the path, where a user's random.py would shadow Python's. -P prevents that,
@@ -85,12 +103,7 @@ def launch_ranks(
     resume_hint: Callable[[], str] = lambda: "",
     once_started: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
-
-    Each rank reads its place from ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, and meets the
-    others in the file ``SHARDWISE_RANK_STORE``. If a rank fails, the others are ended within seconds. Ranks inside
-    ``run_command`` also end when this process is killed. On a first SIGINT, SIGTERM or SIGHUP they handle the signal
-    and end in their own time (a training step is finished and saved). A further signal ends them at once.
+    """Run ``argv`` as ``nproc`` ranks on this machine, wait for all of them, and print why they failed.
 
     Args:
         nproc: number of ranks.
@@ -102,6 +115,47 @@ def launch_ranks(
 
     Returns:
         0, or the exit code of a failure whose reason was printed: 2 for the user's mistakes, 1 for other failures.
+    """
+    ending = run_ranks(nproc, argv, debug=debug, resume_hint=resume_hint, once_started=once_started)
+    if ending is None:
+        return 0
+    if debug:
+        for report in filter(lambda report: report.trace, ending.reports):
+            print_line(f"rank {report.rank}:\n{report.trace.rstrip()}")
+    if ending.exit_code - 128 in ENDING_SIGNALS:
+        # A signal to one rank ended all ranks: no error.
+        print_line(f"{command}: {ending.message}")
+    else:
+        print_error(command, ending.message)
+    return ending.exit_code
+
+
+def run_ranks(
+    nproc: int,
+    argv: Sequence[str],
+    *,
+    debug: bool = False,
+    resume_hint: Callable[[], str] = lambda: "",
+    once_started: Callable[[], object] = lambda: None,
+    streams: Mapping[str, Any] | None = None,
+) -> Ending | None:
+    """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
+
+    Each rank reads its place from ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, and meets the
+    others in the file ``SHARDWISE_RANK_STORE``. If a rank fails, the others are ended within seconds. Ranks inside
+    ``run_command`` also end when this process is killed. On a first SIGINT, SIGTERM or SIGHUP they handle the signal
+    and end in their own time (a training step is finished and saved). A further signal ends them at once.
+
+    Args:
+        nproc, argv, debug, resume_hint, once_started: as for ``launch_ranks``.
+        streams: the ranks' ``stdin``, ``stdout`` and ``stderr``, as for ``subprocess.Popen``; else this process's.
+
+    Returns:
+        None, or why ranks failed.
+
+    Raises:
+        Interrupted: a signal ended the ranks.
+        LaunchError: they could not be started.
     """
     clear_leftovers()
     # The folder can be opened by this user only.
@@ -116,14 +170,16 @@ def launch_ranks(
                 try:
                     # In its own session the rank does not receive the terminal's Ctrl-C, and all its processes can be
                     # ended together.
-                    ranks.append(subprocess.Popen(argv, env=environment | place, start_new_session=True))
+                    ranks.append(
+                        subprocess.Popen(argv, env=environment | place, start_new_session=True, **(streams or {}))
+                    )
                 except OSError as error:
                     raise LaunchError(f"could not start {nproc} ranks: {describe(error)[0]}") from error
             once_started()
             failures = _wait(ranks, received)
         if received and (failures or _at_once(received)):
             raise Interrupted(received[-1])
-        return _report(command, nproc, failures, FailureReport.read_all(folder), debug, resume_hint) if failures else 0
+        return _ending(nproc, failures, FailureReport.read_all(folder), resume_hint) if failures else None
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> dict[int, _Failure]:
@@ -156,34 +212,22 @@ def _end_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
                 process.wait(max(0.0, limit - time.monotonic()))
 
 
-def _report(
-    command: str,
-    nproc: int,
-    failures: Mapping[int, _Failure],
-    reports: list[FailureReport],
-    debug: bool,
-    resume_hint: Callable[[], str],
-) -> int:
-    if debug:
-        for report in filter(lambda report: report.trace, reports):
-            print_line(f"rank {report.rank}:\n{report.trace.rstrip()}")
+def _ending(
+    nproc: int, failures: Mapping[int, _Failure], reports: list[FailureReport], resume_hint: Callable[[], str]
+) -> Ending:
     if end := _end_without_report(failures, reports):
-        print_error(command, "; ".join(filter(None, (end, resume_hint()))))
-        return EXIT_FAILURE
+        rank, message = end
+        return Ending("; ".join(filter(None, (message, resume_hint()))), EXIT_FAILURE, rank, reports)
     first = reports[0]
-    if first.exit_code - 128 in ENDING_SIGNALS:
-        # A signal to one rank ended all ranks: no error.
-        print_line(f"{command}: {first.message}")
-        return first.exit_code
     unanimous = len(reports) == nproc and all(report.message == first.message for report in reports)
     # A user's mistake reads the same on every rank, so the line names no rank.
     named = first.exit_code == EXIT_FAILURE and not unanimous
-    print_error(command, f"rank {first.rank}: {first.message}" if named else first.message)
-    return first.exit_code
+    message = f"rank {first.rank}: {first.message}" if named and first.message else first.message
+    return Ending(message, first.exit_code, first.rank, reports)
 
 
-def _end_without_report(failures: Mapping[int, _Failure], reports: list[FailureReport]) -> str:
-    """Describe the end of the rank that made the others end; empty if that rank left a report."""
+def _end_without_report(failures: Mapping[int, _Failure], reports: list[FailureReport]) -> tuple[int, str] | None:
+    """Return the rank that made the others end, and how it ended; None if that rank left a report."""
     # The launcher ends the other ranks with SIGTERM.
     rank, failure = next(iter(failures.items()))
     killed = [item for item in failures.items() if item[1].exit_code < 0 and item[1].exit_code != -signal.SIGTERM]
@@ -203,8 +247,8 @@ def _end_without_report(failures: Mapping[int, _Failure], reports: list[FailureR
         else:
             how = f"ended with exit code {failure.exit_code} and no message"
     else:
-        return ""
-    return f"rank {rank} (pid {failure.pid}) {how}"
+        return None
+    return rank, f"rank {rank} (pid {failure.pid}) {how}"
 
 
 def _name_of(signum: int) -> str:

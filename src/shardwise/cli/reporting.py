@@ -49,6 +49,9 @@ REPORTS_VARIABLE = "SHARDWISE_RANK_REPORTS"
 LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
 """Environment variable: process id of the launcher; a rank ends when this process ends."""
 
+DEBUG_HINT = "; run again with --debug for the stack trace"
+"""End of the line about an error that nobody expected."""
+
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2
 EXIT_CLOSED_OUTPUT = 141  # Shells report this code for SIGPIPE.
@@ -149,7 +152,7 @@ def describe(error: BaseException) -> tuple[str, int]:
     if len(text) > _LONGEST_MESSAGE:
         text = text[:_LONGEST_MESSAGE] + "..."
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return f"{named}; run again with --debug for the stack trace", EXIT_FAILURE
+    return f"{named}{DEBUG_HINT}", EXIT_FAILURE
 
 
 def print_line(line: str) -> None:
