@@ -9,6 +9,11 @@ from harness.parity import assert_bit_equal
 from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
 from shardwise.core.topology import Topology
 from shardwise.megatron.core import sharded_entries
+from shardwise.megatron.core.checkpoint_strategies import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+    TorchDistSaveShardedStrategy,
+)
 from shardwise.megatron.core.optimizer import _shards_in
 from shardwise.megatron.dist_checkpointing import (
     LocalNonpersistentObject,
@@ -17,9 +22,12 @@ from shardwise.megatron.dist_checkpointing import (
     ShardedTensorFactory,
     StrictHandling,
     check_is_distributed_checkpoint,
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
     load,
     load_common_state_dict,
     load_content_metadata,
+    load_tensors_metadata,
     save,
 )
 from shardwise.storage import checkpoint
@@ -183,6 +191,21 @@ def test_factories_are_stored_as_what_they_build(group, tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"nothing at \['a', 0\], where a factory"):
         sharded_entries.apply_factory_merges({"a": []}, {"a": [entry(0, 1, True)]})
+
+
+@pytest.mark.ranks(2)
+def test_strategies_change_nothing_and_entries_come_from_a_folder(group, tmp_path):
+    wrapped = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), group)
+    save({"w": shard(group.rank(), 2, True)}, tmp_path, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2))
+    save({"w": shard(group.rank(), 2, True)}, tmp_path, wrapped)
+    entries = load_tensors_metadata(tmp_path)
+    assert {name: (entry.global_shape, entry.dtype) for name, entry in entries.items()} == {"w": ((3, 8), WHOLE.dtype)}
+    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(tmp_path), group)
+    assert_bit_equal(load(entries, tmp_path, strategy)["w"], WHOLE)
+    with pytest.raises(ConfigError, match="backend is 'zarr'; give 'torch_dist'"):
+        get_default_save_sharded_strategy("zarr")
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        get_default_load_sharded_strategy(tmp_path / "other")
 
 
 PLAIN = {

@@ -18,8 +18,13 @@ from shardwise.megatron.core.models.vision import MultimodalProjector, VisionMod
 from shardwise.megatron.core.transformer.multi_token_prediction import router_gating_linear
 from shardwise.megatron.core.transformer.transformer_block import TransformerBlock
 from shardwise.megatron.layer_parts import MLPSubmodules
-from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
+from shardwise.megatron.layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_mlp_module_spec,
+)
 from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.spec_utils import build_module
 from shardwise.megatron.utils import attention_mask_func
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.tensor_parallel import ColumnParallelLinear
@@ -85,6 +90,34 @@ def test_blocks_of_stages_make_up_the_whole(group):
     dist.recv(received, 0)
     own.set_input_tensor(received)
     assert_bit_equal(own(None, None), whole(hidden_states(), None))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parts_of_transformer_engine_norm_their_input(group, sequence_parallel):
+    """Alone and in a block: the norm's parameters are in the linear layer, and it computes as a norm before it."""
+    parallel_state.initialize_model_parallel(2)
+    config = config_of(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, normalization="RMSNorm")
+    fused, plain = get_gpt_layer_with_transformer_engine_spec(), get_gpt_layer_local_spec()
+    x = hidden_states().chunk(2)[group.rank()] if sequence_parallel else hidden_states()
+    weight = torch.linspace(0.5, 2, H, dtype=torch.float64)
+    normed = x * x.square().mean(-1, keepdim=True).add(config.layernorm_epsilon).rsqrt() * weight
+    for part, linear in (("self_attention", "linear_qkv"), ("mlp", "linear_fc1")):
+        torch.manual_seed(3)
+        ours = build_module(getattr(fused.submodules, part), config=config)
+        torch.manual_seed(3)
+        theirs = build_module(getattr(plain.submodules, part), config=config)
+        assert {*ours.state_dict()} - {*theirs.state_dict()} == {f"{linear}.layer_norm_weight"}
+        with torch.no_grad():
+            getattr(ours, linear).layer_norm_weight.copy_(weight)
+        assert_close_to(ours(x)[0], theirs(normed)[0], rtol_of_norm=1e-12)
+    torch.manual_seed(3)
+    block = TransformerBlock(config, fused)
+    torch.manual_seed(3)
+    assert_bit_equal(block(x, None), TransformerBlock(config, plain)(x, None))
+    assert "layers.1.mlp.linear_fc1.layer_norm_weight" in block.state_dict()
+    assert [*get_mlp_module_spec().submodules.__dict__.values()] == [*fused.submodules.mlp.submodules.__dict__.values()]
+    assert get_mlp_module_spec(use_te=False).submodules == plain.submodules.mlp.submodules
 
 
 @pytest.mark.ranks(2)

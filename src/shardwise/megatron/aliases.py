@@ -16,6 +16,7 @@ _CORE = "shardwise.megatron.core"
 # Columns: module below ``shardwise.megatron.core``; its short names below ``shardwise``, or "-"; its names below
 # ``megatron.core``, where "=" is its own path and ".name" is a name below that path.
 _TABLE = """
+checkpoint_strategies - dist_checkpointing.strategies.torch dist_checkpointing.strategies.fully_parallel
 datasets megatron.datasets .gpt_dataset .utils .blended_megatron_dataset_builder .blended_megatron_dataset_config
 datasets - .blended_dataset .indexed_dataset
 dist_checkpointing megatron.dist_checkpointing .core .serialization .validation

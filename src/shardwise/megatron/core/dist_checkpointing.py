@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -22,6 +23,7 @@ from shardwise.core.communication.agreement import decide
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.sharding import ParamShard
 from shardwise.megatron.absent import absent_names
+from shardwise.megatron.core.checkpoint_strategies import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from shardwise.megatron.core.sharded_entries import (
     LocalNonpersistentObject as LocalNonpersistentObject,
     ShardedBase as ShardedBase,
@@ -234,6 +236,33 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
         stored = StoredCheckpoint(path)
         shapes = {name: record.shape for name, record in stored.manifest.tensors.items()}
         return {name: stored.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()}
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+    """Return an entry for each tensor of the checkpoint in a folder, whole and on the CPU; not collective.
+
+    ``load`` fills them. ``sharded_strategy`` has no effect.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    with _checkpoint_in(Path(checkpoint_dir)) as path:
+        tensors = StoredCheckpoint(path).manifest.tensors
+    return {
+        name: ShardedTensor.from_rank_offsets(name, torch.empty(record.shape, dtype=record.dtype))
+        for name, record in tensors.items()
+    }
+
+
+def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> TorchDistSaveShardedStrategy:
+    """Return a strategy for ``save``, on which it has no effect."""
+    return TorchDistSaveShardedStrategy(backend, version)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> TorchDistLoadShardedStrategy:
+    """Return a strategy for ``load``, on which it has no effect; raise CheckpointError if there is no checkpoint."""
+    with _checkpoint_in(Path(checkpoint_dir)):
+        return TorchDistLoadShardedStrategy()
 
 
 def load_content_metadata(

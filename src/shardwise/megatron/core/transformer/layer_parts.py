@@ -121,6 +121,16 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(self.norm(x), *args, **options)
 
 
+def _norm_in(part: Any, linear: Any, config: TransformerConfig) -> nn.Module:
+    """Return the norm that a part of a spec puts before ``linear``, with its parameters there; or an identity."""
+    if get_module(part) is not TELayerNormColumnParallelLinear:
+        return IdentityOp()
+    with parameter_device(linear.group, on_cpu=config.use_cpu_initialization):
+        norm: nn.Module = FusedLayerNorm(config, linear.in_features, config.layernorm_epsilon)
+    _move_norm_(norm, linear)
+    return norm
+
+
 class L2Norm(nn.Module):
     """Divide by the root of the mean square of the last dimension, in fp32; it has no weight.
 
@@ -307,7 +317,7 @@ class Attention:
     """Base class of attention, for ``isinstance``."""
 
 
-class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule, Attention):  # type: ignore[misc]
+class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule, Attention):
     """The engine's ``SelfAttention`` with Megatron's arguments.
 
     Args:
@@ -333,13 +343,21 @@ class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule,
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
-        (submodules or SelfAttentionSubmodules()).check(config)
+        parts = submodules or SelfAttentionSubmodules()
+        parts.check(config)
         config.check_complete()
         self.tp_group = _group_of(pg_collection, "tp")
         super().__init__(config, layer_number, self.tp_group, attn_mask_type=attn_mask_type)
+        self.input_norm = _norm_in(parts.linear_qkv, self.linear_qkv, config)
         mark_replicas(self)
         self.config = config
         config.note_read()
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        """See the layer's forward; with ``TELayerNormColumnParallelLinear`` the input is normed first."""
+        return super().forward(self.input_norm(hidden_states), attention_mask, **arguments)
 
 
 class MLP(mlp.MLP, MegatronModule):
@@ -369,7 +387,8 @@ class MLP(mlp.MLP, MegatronModule):
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        (submodules or MLPSubmodules()).check()
+        parts = submodules or MLPSubmodules()
+        parts.check()
         config.check_complete()
         if is_expert:
             raise ConfigError("MLP is made with is_expert=True; it is dense here, and MoELayer makes experts")
@@ -377,6 +396,7 @@ class MLP(mlp.MLP, MegatronModule):
         sized.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         self.tp_group = _group_of(pg_collection, "tp") if tp_group is None else tp_group
         super().__init__(sized, self.tp_group, input_size=input_size)
+        self.input_norm = _norm_in(parts.linear_fc1, self.linear_fc1, config)
         mark_replicas(self)
         self.config = config
         config.note_read()
@@ -393,7 +413,7 @@ class MLP(mlp.MLP, MegatronModule):
     ) -> tuple[Tensor, None]:
         """Map ``[s, b, i]`` (``[s/t, b, i]`` with sequence parallelism) to ``[s, b, h]``, bias included; and None."""
         _refuse(per_token_scale=per_token_scale, **kwargs)
-        return super().forward(hidden_states), None
+        return super().forward(self.input_norm(hidden_states)), None
 
 
 def _check_part(parts: Any, name: str, only: Any, *others: Any) -> None:

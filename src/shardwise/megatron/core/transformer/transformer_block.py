@@ -14,6 +14,7 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.megatron.core.transformer.transformer_layer import (
     TransformerBlockSubmodules as TransformerBlockSubmodules,
     _chunk_of_layers,
+    _move_norms_,
     get_transformer_layer_offset as get_transformer_layer_offset,
     layer_spec_of,
 )
@@ -50,6 +51,7 @@ class TransformerBlock(block.TransformerBlock, MegatronModule, metaclass=HasInst
     Attributes:
         layers: the layers of this stage; ``layer_number`` of each is its number in the model, from 1.
         input_tensor: hidden states of the stage before, or None.
+        checkpoint_core_attention: whether the backward recomputes the scores and their product with the values.
 
     Raises:
         ConfigError: a spec that layers do not support here.
@@ -70,9 +72,10 @@ class TransformerBlock(block.TransformerBlock, MegatronModule, metaclass=HasInst
     ) -> None:
         config.check_complete()
         groups = _groups_of(pg_collection)
+        layer_spec = layer_spec_of(spec, config)
         super().__init__(
             config,
-            layer_spec_of(spec, config),
+            layer_spec,
             groups.tp,
             layers=_chunk_of_layers(config, vp_stage, None),
             post_process=post_process and post_layer_norm,
@@ -80,7 +83,11 @@ class TransformerBlock(block.TransformerBlock, MegatronModule, metaclass=HasInst
         )
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.num_layers_per_pipeline_rank = len(self.layers)
+        self.checkpoint_core_attention = config.recompute.recomputes("core_attn")
         self.input_tensor: Tensor | None = None
+        layers: Any = self.layers
+        for layer in layers:
+            _move_norms_(layer, layer_spec)
         adopt_marks_(self)
         mark_replicas(self)
         self.config = config

@@ -503,6 +503,20 @@ def get_gpt_layer_with_transformer_engine_submodules(*args: Any, **kwargs: Any) 
     return parts
 
 
+def get_mlp_module_spec(
+    use_te: bool | None = True,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool | None = False,
+    use_te_op_fuser: bool | None = False,
+) -> module.ModuleSpec:
+    """Return the MLP or experts of the spec of a layer; ``fp8`` and the last two arguments have no effect."""
+    make = get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec
+    spec: module.ModuleSpec = make(num_experts, moe_grouped_gemm).submodules.mlp
+    return spec
+
+
 def get_gpt_mtp_block_spec(
     config: TransformerConfig,
     spec: Any,
