@@ -1,10 +1,11 @@
 """Products of experts whose bits do not depend on which ranks hold which experts.
 
 An expert multiplies the tokens that one micro-batch sends to it in one product, in their order. The number of rows is
-rounded up with zeros, because the way in which MKL multiplies few rows depends on the number of threads. So a product
-has one shape at every layout. A rank may hold an expert for several data-parallel ranks, the *sources* of tokens. Then
-each source has products and a gradient. On one rank these gradients are those of different micro-batches, so they are
-not added here but given to the tree over micro-batches (``training.gradients.GradientTrees``).
+rounded up with zeros, because the way in which libraries multiply few rows depends on their number and on that of
+threads. So a product has one shape at every layout, and a token has the same output among any others. A rank may hold
+an expert for several data-parallel ranks, the *sources* of tokens. Then each source has products and a gradient. On one
+rank these gradients are those of different micro-batches, so they are not added here but given to the tree over
+micro-batches (``training.gradients.GradientTrees``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.core.communication.trees import tree_sum
 from shardwise.core.typed import computed_locally
-from shardwise.exact.products import whole_product
+from shardwise.exact.products import FewRows, whole_product
 
 # Number of rows of a product, and its beginning in memory, in bytes, are multiples of these.
 _ROWS, _BYTES = 16, 64
@@ -61,9 +62,9 @@ class _LinearBySource(Function):
         ctx.counts, ctx.transposed, ctx.params = counts, transposed, (weight, bias)
         ctx.save_for_backward(input_)
         matrices = _matrices(weight, len(counts[0]), transposed)
-        output = input_.new_empty(len(input_), matrices[0].size(1))
+        output, few = input_.new_empty(len(input_), matrices[0].size(1)), FewRows()
         for _, expert, rows in _runs(counts):
-            own = whole_product(_filled(input_[rows]), matrices[expert])[: rows.stop - rows.start]
+            own = whole_product(few.filled(_filled(input_[rows])), matrices[expert])[: rows.stop - rows.start]
             output[rows] = own if bias is None else own + bias.view(len(matrices), -1)[expert]
         return output
 

@@ -14,7 +14,7 @@ too.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -33,6 +33,24 @@ from shardwise.kernels.products import OwnProducts, Products
 # MKL multiplies matrices of up to about 10 columns differently from wider ones.
 _NARROW = 16
 _BY_ROWS = torch.contiguous_format
+USUAL_ROWS = 256
+"""Number of rows for which libraries and kernels are chosen, because a row must not depend on the number of others."""
+
+
+@dataclass(eq=False)
+class FewRows:
+    """Pads products of few rows, which libraries multiply in another way than many.
+
+    Attributes:
+        least: number of rows from which on the bits of a row do not depend on their number. This number is enough on
+            all processors that were tried; ``run.exact.row_trials`` finds a smaller one.
+    """
+
+    least: int = 32
+
+    def filled(self, rows: Tensor) -> Tensor:
+        """Append zeros to ``[n, i]`` if there are fewer than ``least`` rows."""
+        return F.pad(rows, (0, 0, 0, self.least - len(rows))) if len(rows) < self.least else rows
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,7 @@ class ExactProducts(OwnProducts):
         is_narrow: whether the other dimension is narrow; then every part is a separate product everywhere.
         context: ranks that share the positions of a sample, or None. Each computes the gradients of some of the parts
             from all positions (``exact.context_terms``); elsewhere its gradients are -0.0.
+        few: how a product of few rows is padded.
     """
 
     parts: LocalParts
@@ -55,6 +74,7 @@ class ExactProducts(OwnProducts):
     num_parts: int
     is_narrow: bool = False
     context: ProcessGroup | None = None
+    few: FewRows = field(default_factory=FewRows, compare=False)
 
     def _runs(self, factor: Tensor) -> list[slice] | None:
         """Return the parts of a split dimension that is not summed; None if one product with ``factor`` covers all."""
@@ -78,8 +98,13 @@ class ExactProducts(OwnProducts):
         )
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
+        output = self._linear(self.few.filled(rows), weight, bias)[: len(rows)]
+        return output.view(*input_.shape[:-1], output.size(-1))
+
+    def _linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.split == "input":
-            output = self._sum(input_, weight.t())
+            output = self._sum(input_, weight.t(), usual_rows=USUAL_ROWS)
             return output if bias is None else output.add_(bias)
         runs = self._runs(weight)
         if runs is None:
@@ -155,12 +180,15 @@ class ExactProducts(OwnProducts):
         """Number of ranks that share the rows; the rows of all of them decide which library multiplies."""
         return 1 if self.context is None else self.context.size()
 
-    def _sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """Compute ``left @ right`` by parts and add them by the tree: ``[..., k]`` and ``[k, m]`` to ``[..., m]``."""
+    def _sum(self, left: Tensor, right: Tensor, *, usual_rows: int | None = None) -> Tensor:
+        """Compute ``left @ right`` by parts and add them by the tree: ``[..., k]`` and ``[k, m]`` to ``[..., m]``.
+
+        ``usual_rows`` chooses the library; None means the number of rows of all context-parallel ranks.
+        """
         rows = left.reshape(left.shape[:-1].numel(), left.size(-1))
         # Choose by the largest part, since no rank sees all parts.
         length, rest = divmod(self.size, len(self.parts[0]) * self.num_parts)
-        size = self._num_shares * rows.size(0) * (length + (rest > 0)) * right.size(1)
+        size = (usual_rows or self._num_shares * rows.size(0)) * (length + (rest > 0)) * right.size(1)
         onednn = products.prefers_onednn(rows[:0], right[:0], size)
         if rest == 0 and not self.is_narrow and rows.is_cpu and rows.dtype == torch.float32 and not onednn:
             total = self._sum_in_one_call(rows, right)

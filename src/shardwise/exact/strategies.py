@@ -8,7 +8,7 @@ context parallelism the first rank sums the parts of all ranks (``exact.context_
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -24,14 +24,12 @@ from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, ParamLayout, Replicas, balanced_sizes, intervals_of_sizes, local_parts
 from shardwise.exact.context_terms import gathered, with_whole_gradients
-from shardwise.exact.products import ExactProducts
-from shardwise.kernels import compiled, dispatch, elementwise
-from shardwise.kernels.elementwise import blockwise, softmax_of_rows
+from shardwise.exact.products import USUAL_ROWS, ExactProducts, FewRows
+from shardwise.kernels import compiled, dispatch, elementwise, loss_reference
+from shardwise.kernels.elementwise import VECTORS, blockwise, softmax_of_rows
+from shardwise.kernels.partial_attention import BLOCK_OF_KEYS
 from shardwise.nn.arithmetic import Activation, Arithmetic, K, Norm, arithmetic_of
 from shardwise.nn.norm import HeadsRMSNorm, NormFunction
-
-# For fewer than 12 rows, the way in which MKL multiplies depends on the number of threads.
-_FEW = 16
 
 
 def norm_by_parts(norm: nn.Module, input_: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
@@ -87,12 +85,10 @@ def linear_by_parts(input_: Tensor, weight: Tensor, number: int, others: Process
 
 
 def _linear(input_: Tensor, weight: Tensor) -> Tensor:
-    """Compute the product; pad few rows, whose bits would otherwise depend on the number of threads."""
+    """Compute the product; the bits of few rows would otherwise depend on their number and that of threads."""
     rows = input_.flatten(0, -2)
-    few = rows.size(0) if rows.size(0) < _FEW else None
-    if few is not None:
-        rows = F.pad(rows, (0, 0, 0, _FEW - few))
-    return F.linear(rows, weight)[:few].view(*input_.shape[:-1], weight.size(0))
+    output = F.linear(FewRows().filled(rows), weight)[: rows.size(0)]
+    return output.view(*input_.shape[:-1], weight.size(0))
 
 
 def _norm_heads(norm: nn.Module, heads: Tensor, group: ProcessGroup) -> Tensor:
@@ -285,7 +281,13 @@ class ExactActivation(Activation):
         return softmax_of_rows(input_, dtype)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """Multiply small matrices in 16 bits one by one: PyTorch chooses a kernel by the size of all heads together."""
+        """See ``Activation``: sum over keys in blocks, whose number then affects no bit.
+
+        Small matrices in 16 bits are multiplied one by one: PyTorch chooses a kernel by the size of all heads together.
+        """
+        if left.size(-1) > BLOCK_OF_KEYS:
+            blocks = zip(left.split(BLOCK_OF_KEYS, -1), right.split(BLOCK_OF_KEYS, -2), strict=True)
+            return reduce(torch.add, (self.matmul(*each) for each in blocks))
         size = left.size(-2) * left.size(-1) * right.size(-1)
         if left.device.type != "cpu" or left.dtype not in (torch.bfloat16, torch.float16) or size > _SMALL:
             return left @ right
@@ -311,7 +313,7 @@ class ExactActivation(Activation):
         return query, key, value
 
     def kernels(self, table: Sequence[K]) -> tuple[K, ...]:
-        return tuple(kernel for kernel in table if not kernel.adds_parts)
+        return tuple(kernel for kernel in table if kernel.counts_from_start or not kernel.adds_parts)
 
     def counted_heads(self, local: int, whole: int) -> int:
         """Count all heads: gradients of keys and values are sums over blocks, which must not depend on the ranks."""
@@ -323,6 +325,9 @@ class ExactArithmetic(Arithmetic):
 
     Args:
         context: see ``Arithmetic``.
+
+    Attributes:
+        few: how products of few rows are padded.
     """
 
     norm = ExactNorm
@@ -330,6 +335,7 @@ class ExactArithmetic(Arithmetic):
 
     def __init__(self, context: ProcessGroup | None = None) -> None:
         self.context = context
+        self.few = FewRows()
 
     def look_up(self, function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, weight: Tensor, *, dim: int) -> Tensor:
         if self.context is None:
@@ -362,12 +368,13 @@ class ExactArithmetic(Arithmetic):
         assert number is not None
         assert layout.dim is not None
         parts = local_parts(layout, group.rank(), number, what=f"the {split} of a linear layer")
-        return ExactProducts(parts, split, layout.global_shape[layout.dim], number, context=self.context)
+        size = layout.global_shape[layout.dim]
+        return ExactProducts(parts, split, size, number, context=self.context, few=self.few)
 
     def parts_of_vocabulary(
-        self, ranges: Sequence[Interval], *, group: ProcessGroup
+        self, ranges: Sequence[Interval], num_tokens: int, *, group: ProcessGroup
     ) -> tuple[list[Interval], Sequence[Interval], int]:
-        """See ``Arithmetic``: the parts that the group sums over. The whole vocabulary decides the kernels."""
+        """See ``Arithmetic``: the parts that the group sums over. The vocabulary alone decides the kernels."""
         number = trees.exact_parts(group)
         assert number is not None
         first, vocab_size, per_rank = ranges[group.rank()][0], ranges[-1][1], number // group.size()
@@ -378,13 +385,23 @@ class ExactArithmetic(Arithmetic):
                 f"({list(ranges)}) are not among the cuts; use a vocabulary that {number} divides, without padding"
             )
         own = parts[group.rank() * per_rank : (group.rank() + 1) * per_rank]
-        # The tokens of all context-parallel ranks decide, too.
-        columns = vocab_size * (1 if self.context is None else self.context.size())
-        return [(start - first, stop - first) for start, stop in own], parts, columns
+        return [(start - first, stop - first) for start, stop in own], parts, USUAL_ROWS * vocab_size
 
     def may_fuse_loss(self) -> bool:
         """False: sums are over parts of the logits."""
         return False
+
+    def scales_before_loss(self) -> bool:
+        """True, as in generation."""
+        return True
+
+    def row_statistics(self, kernels: Any, logits: Tensor, target_local: Tensor, **options: Any) -> Tensor:
+        """See ``Arithmetic``. PyTorch's loops over all rows get whole vectors, like those of ``blockwise``."""
+        rest = -len(logits) % VECTORS if kernels is loss_reference and logits.is_cpu else 0
+        if rest:
+            logits, target_local = F.pad(logits, (0, 0, 0, rest)), F.pad(target_local, (0, rest), value=-1)
+        statistics: Tensor = kernels.row_statistics(logits, target_local, **options)
+        return statistics[: len(statistics) - rest]
 
     def tokens_of_loss(self, choose: Callable[[], Tensor | None]) -> Tensor | None:
         """None: sums are over all tokens, including those that do not count."""

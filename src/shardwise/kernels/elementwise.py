@@ -28,7 +28,7 @@ from shardwise.kernels import compiled, dispatch
 _LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 # PyTorch gives each thread at least 2^15 elements, and its widest loop processes 64 at once.
 _BLOCK = 1 << 14
-_VECTORS = 64
+VECTORS = 64
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, at_any_size: bool = False) -> Tensor:
@@ -227,7 +227,7 @@ class _InBlocks(Function):
 def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
     """Split all elements, in order, into blocks of whole vectors; zeros pad the last block."""
     flat = tensor.detach().reshape(-1)
-    blocks: tuple[Tensor, ...] = F.pad(flat, (0, -flat.numel() % _VECTORS)).split(_BLOCK)
+    blocks: tuple[Tensor, ...] = F.pad(flat, (0, -flat.numel() % VECTORS)).split(_BLOCK)
     return blocks
 
 

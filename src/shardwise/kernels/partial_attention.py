@@ -11,9 +11,10 @@ Source: Dao et al. 2022 (arXiv:2205.14135); Liu et al. 2023 (arXiv:2310.01889).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.kernels.dispatch import WIDEST_HEAD
@@ -21,6 +22,9 @@ from shardwise.kernels.fake_device import device_type_of, planned_device
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Of PyTorch's flash attention on a CPU; its tiles have 32 queries or a multiple of them.
+BLOCK_OF_KEYS = 512
+_TILE_OF_QUERIES = 32
 _flash_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 _flash_on_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
@@ -74,6 +78,43 @@ def attend_to_part(
     sums = scores.logsumexp(dim=-1)
     weights = (scores - _finite(sums).unsqueeze(-1)).exp()
     return _by_groups(weights.to(value.dtype), value), sums
+
+
+def attend_from_start(
+    query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute ``attend_to_part`` so that a query's bits depend only on the keys that it sees.
+
+    PyTorch's flash attention on a CPU takes keys in blocks of ``BLOCK_OF_KEYS``, counted from the first one. A last
+    block that is not full, or a tile of few queries, is multiplied and summed in another order. So keys that are
+    forbidden fill the last block, and more queries a small tile. For the arguments see ``attend_to_part``.
+    """
+    num = query.size(2)
+    query, key, value, bias = filled_blocks(query, key, value, bias=bias, is_causal=is_causal)
+    output, sums = attend_to_part(query, key, value, bias=bias, is_causal=bias is None, scale=scale)
+    return output[:, :, :num], sums[:, :, :num]
+
+
+def filled_blocks(
+    query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, is_causal: bool, always_bias: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Append queries and forbidden keys, so that both are in whole blocks; for the arguments see ``attend_to_part``.
+
+    Args:
+        always_bias: whether to return a bias of causal attention too.
+
+    Returns:
+        Queries, keys, values, and a bias; without a bias, a query sees no key after its own index.
+    """
+    rows, keys = -query.size(2) % _TILE_OF_QUERIES, -key.size(2) % BLOCK_OF_KEYS
+    if is_causal and always_bias:
+        bias = query.new_full((query.size(2), key.size(2)), -torch.inf).triu(1)
+    if not is_causal or always_bias:
+        bias = query.new_zeros(()) if bias is None else bias
+        bias = F.pad(_of_four_dimensions(bias, query, key), (0, keys), value=-torch.inf)
+        bias = F.pad(bias, (0, 0, 0, rows)) if rows else bias
+    key, value = (F.pad(each, (0, 0, 0, keys)) if keys else each for each in (key, value))
+    return F.pad(query, (0, 0, 0, rows)) if rows else query, key, value, bias
 
 
 def differentiate_part(
@@ -132,6 +173,10 @@ def _has_flash_on_cuda(query: Tensor, bias: Tensor | None) -> bool:
     return query.dtype in (torch.bfloat16, torch.float16) and is_known
 
 
+@overload
+def _of_four_dimensions(bias: Tensor, query: Tensor, key: Tensor) -> Tensor: ...
+@overload
+def _of_four_dimensions(bias: None, query: Tensor, key: Tensor) -> None: ...
 def _of_four_dimensions(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     if bias is None:
         return None

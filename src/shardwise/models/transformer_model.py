@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -210,8 +211,11 @@ class TransformerModel(FixedTensors, LanguageModel):
             sequence = SequenceView(len(places))
         if not self.fuses_output_layer_and_loss:
             logits = self.output_layer(hidden, weight, sequence=sequence)
+            is_scaled = self._arithmetic.scales_before_loss()
             # Only the loss reads these logits, so their gradient may overwrite them.
-            losses = self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
+            losses = self.loss_of_logits(
+                labels, self._scaled(logits) if is_scaled else logits, inplace_=True, is_scaled=is_scaled
+            )
         else:
             weight = self.output_layer.weight if weight is None else weight
             assert weight is not None
@@ -222,7 +226,7 @@ class TransformerModel(FixedTensors, LanguageModel):
     def _scaled(self, logits: Tensor) -> Tensor:
         cap, scaling = self.config.final_logit_softcap, self.config.logits_scaling
         if cap is not None:
-            logits = softcap(logits, cap)
+            logits = self._arithmetic.activation(partial(softcap, cap=cap), logits)
         return logits if scaling == 1.0 else logits / scaling
 
     def _output_weight(self) -> Tensor | None:

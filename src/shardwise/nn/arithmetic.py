@@ -5,7 +5,7 @@ Layers get their products, norms and activations from ``arithmetic_of(group)``. 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +67,10 @@ class Norm:
 
 
 class SumsOverKeys(Protocol):
-    """A kernel of attention; ``adds_parts`` means that it may add what parts of the keys contribute, in any order."""
+    """A kernel of attention; for the attributes see ``models.transformer.attention_kernels.Kernel``."""
 
     adds_parts: bool
+    counts_from_start: bool
 
 
 K = TypeVar("K", bound=SumsOverKeys)
@@ -96,7 +97,7 @@ class Activation:
 
     def kernels(self, table: Sequence[K]) -> tuple[K, ...]:
         """Return the kernels of attention that this arithmetic allows, in order."""
-        return tuple(table)
+        return tuple(kernel for kernel in table if not kernel.counts_from_start)
 
     def counted_heads(self, local: int, whole: int) -> int:
         """Return the number of heads that determines attention's block size, ``local`` (this rank's) or ``whole``."""
@@ -145,27 +146,37 @@ class Arithmetic:
         return Products()
 
     def parts_of_vocabulary(
-        self, ranges: Sequence[Interval], *, group: ProcessGroup
+        self, ranges: Sequence[Interval], num_tokens: int, *, group: ProcessGroup
     ) -> tuple[list[Interval], Sequence[Interval], int]:
         """Return the parts of a vocabulary whose statistics the loss sums.
 
         Args:
             ranges: every rank's ids.
+            num_tokens: number of this rank's tokens.
             group: the ranks that split the vocabulary.
 
         Returns:
-            This rank's parts, as columns of its logits; the ids of all parts of all ranks; and the number of columns
+            This rank's parts, as columns of its logits; the ids of all parts of all ranks; and the number of logits
             that determines the choice of kernels.
 
         Raises:
             ConfigError: a boundary between two ranks' ids is not a boundary between parts.
         """
         first, last = ranges[group.rank()]
-        return [(0, last - first)], ranges, last - first
+        return [(0, last - first)], ranges, num_tokens * (last - first)
 
     def may_fuse_loss(self) -> bool:
         """Return whether a model that is made may fuse its output layer and loss."""
         return True
+
+    def scales_before_loss(self) -> bool:
+        """Return whether the output layer and not the loss caps and scales logits, and rounds them to their dtype."""
+        return False
+
+    def row_statistics(self, kernels: Any, logits: Tensor, target_local: Tensor, **options: Any) -> Tensor:
+        """Return ``kernels.row_statistics`` of some columns; see ``kernels.loss_reference``."""
+        statistics: Tensor = kernels.row_statistics(logits, target_local, **options)
+        return statistics
 
     def tokens_of_loss(self, choose: Callable[[], Tensor | None]) -> Tensor | None:
         """Return the places that ``choose`` finds, which the loss is computed for; None for all tokens."""

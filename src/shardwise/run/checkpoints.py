@@ -89,7 +89,7 @@ def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None
         step,
         state,
         _identity(session)
-        | {"settings": session.settings.to_json(), "num_samples": session.loader.end}
+        | {"settings": session.settings.to_json(), "num_samples": session.loader.end, "exact_version": _EXACT_VERSION}
         | _scaling(session.trainer),
         group=control,
         keep=session.settings.training.keep_checkpoints,
@@ -226,6 +226,10 @@ def draws_dropout(session: Session) -> bool:
     return max(model.config.hidden_dropout, model.config.attention_dropout, *adapters) > 0
 
 
+# Of the arithmetic of exact runs; another number means other bits. Earlier versions stored none.
+_EXACT_VERSION = 2
+
+
 def check_belongs(session: Session, folder: Path) -> int:
     """Check that this run may resume from a checkpoint, and return the checkpoint's step."""
     meta = checkpoint.read_meta(folder)
@@ -258,6 +262,15 @@ def check_belongs(session: Session, folder: Path) -> int:
     pairs["held-out data"] = _held_out(saved, folder), _held_out(ours, folder)
     # The optimizers keep different states. Versions without the setting always used AdamW.
     pairs["optimizer.name"] = (saved.get("optimizer", {}).get("name", "adamw"), ours["optimizer"]["name"])
+    if ours["parallel"]["exact"] and saved.get("parallel", {}).get("exact"):
+        version = meta.get("exact_version", 1)
+        if version != _EXACT_VERSION:
+            raise CheckpointError(
+                f"{folder} is of an exact run of an {'earlier' if version == 1 else 'other'} version of Shardwise, "
+                f"whose attention and loss round in another way (version {shown(version)} of exact arithmetic, now "
+                f"{_EXACT_VERSION}): its results cannot be continued bit for bit; resume it with that version of "
+                "Shardwise, or export the model (shardwise export-hf) and train on from it (shardwise finetune)"
+            )
     exact = [_exact_settings(each, ours["training"]["global_batch_size"]) for each in (saved, ours)]
     if any(each["--exact"] for each in exact):
         pairs |= {name: (was, exact[1][name]) for name, was in exact[0].items() if name in exact[1]}

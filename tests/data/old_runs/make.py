@@ -59,13 +59,7 @@ def shardwise(*arguments: str) -> None:
 
 
 def main() -> None:
-    import torch
-
-    # Where the commit has it.
-    from shardwise.run.exact_surroundings import arithmetic
-
     make_data()
-    Path("arithmetic.json").write_text(json.dumps(arithmetic(torch.device("cpu")), indent=2) + "\n")
     for name in sys.argv[1:] or RUNS:
         shutil.rmtree(name, ignore_errors=True)
         shardwise(*RUNS[name], "--out", f"whole/{name}", "--device", "cpu", "--nproc", "2")

@@ -27,7 +27,6 @@ TAKEN = {
         cuda open sides shard
         cpu causal flash
         cpu causal pieces padding alibi unfused exact
-        cpu causal sides exact cache
         cpu causal unfused cache
         cpu causal window documents
         cpu open sides documents
@@ -41,10 +40,18 @@ TAKEN = {
         traced causal sides padding cache
         traced open window padding cache
     """,
-    "_WrittenOut": """
-        cpu causal alibi local
+    "_FromStart": """
+        cpu causal exact
+        cpu causal sides exact cache
+        cpu causal window documents exact
+    """,
+    "_WrittenOutFromStart": """
         cpu causal sides local exact
         cpu causal window padding local exact
+        cpu open sides cap exact
+    """,
+    "_WrittenOut": """
+        cpu causal alibi local
         cpu causal window shared-dropout unfused
         cpu open pieces local
         cuda causal window documents cap local
@@ -54,7 +61,6 @@ TAKEN = {
     """,
     "_WrittenOutInBlocks": """
         cpu causal pieces cap
-        cpu open sides cap exact
         cuda causal window alibi cap cache
         cuda flex causal dropout sinks cache
         cuda open pieces alibi sinks shard
@@ -180,7 +186,7 @@ def test_the_kernel_of_a_case(row, monkeypatch):
 )
 def test_the_banner_names_the_kernel_and_why_no_faster_one(words, line):
     seed_streams(5, 0, rng="global" if "shared-dropout" in words else "per_rank")
-    assert described(KERNELS, call_of(set(words.split()))) == line
+    assert described(Activation().kernels(KERNELS), call_of(set(words.split()))) == line
 
 
 def test_no_kernel_is_left():

@@ -19,6 +19,7 @@ from shardwise.data import DataLoader, Encoded, SampleRows, TokenSamples
 from shardwise.exact import products as exact_products
 from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import ExactActivation
+from shardwise.kernels import partial_attention
 from shardwise.models.transformer import attention_kernels
 from shardwise.models.transformer.heads import GlobalHeads
 from shardwise.nn.arithmetic import Activation
@@ -166,19 +167,19 @@ def test_a_product_that_depends_on_where_its_factors_begin(group, monkeypatch):
 @pytest.mark.parametrize(
     ("description", "packed", "kernel", "said"),
     [
-        ({"attention_dropout": 0.0}, False, "scaled_dot_product_attention", "8 heads 8 wide"),
-        ({"attention_dropout": 0.0}, True, "scaled_dot_product_attention", "8 heads 8 wide with documents"),
+        ({"attention_dropout": 0.0}, False, "attend_to_part", "8 heads 8 wide"),
+        ({"attention_dropout": 0.0}, True, "attend_to_part", "8 heads 8 wide with documents"),
         (
             {"attention_dropout": 0.0, "window_size": (4, 0), "position_embedding_type": "alibi"},
             False,
-            "scaled_dot_product_attention",
+            "attend_to_part",
             r"8 heads 8 wide with a window \(4, 0\)",
         ),
         (
             {"attention_dropout": 0.0, "window_size": (4, 0), "windowed_layers": (False, True)}
             | {"window_rotary_base": 100.0, "global_heads": GlobalHeads(8, 12, keys_are_values=True)},
             False,
-            "scaled_dot_product_attention",
+            "attend_to_part",
             "8 heads 12 wide",
         ),
         ({}, False, "_written_out", "8 heads 8 wide with dropout"),
@@ -193,12 +194,16 @@ def test_a_product_that_depends_on_where_its_factors_begin(group, monkeypatch):
 def test_the_attention_that_runs_is_tried(group, description, packed, kernel, said, monkeypatch):
     model = model_of("llama", **({"hidden_dropout": 0.0} | description))
     check(model, is_packed=packed)
-    holder = attention_kernels if kernel == "_written_out" else F
+    holder = attention_kernels if kernel == "_written_out" else partial_attention
     right, place = getattr(holder, kernel), 1 if holder is attention_kernels else 0
+
     # As a kernel that takes another way for few heads.
-    monkeypatch.setattr(
-        holder, kernel, lambda *given, **options: right(*given, **options) * (2 if given[place].size(1) > 2 else 1)
-    )
+    def wrong(*given, **options):
+        found = right(*given, **options)
+        factor = 2 if given[place].size(1) > 2 else 1
+        return found * factor if place else (found[0] * factor, found[1])
+
+    monkeypatch.setattr(holder, kernel, wrong)
     with pytest.raises(
         ConfigError, match=rf"attention of {said}, on each of 4 ranks, .*; the largest exact-parts that works is 2;"
     ):
@@ -229,14 +234,14 @@ def test_attention_that_is_not_deterministic_is_named(group, num_groups, monkeyp
     settings = settings_of("llama", parallel={"exact_parts": 4})
     model = model_of("llama", settings, num_query_groups=num_groups, attention_dropout=0.0)
     check(model)
-    right, calls = F.scaled_dot_product_attention, []
+    right, calls = partial_attention.attend_to_part, []
 
     # As where threads add to the same place as they come.
     def attend(*given, **options):
         calls.append(1)
         return right(*given, **options) * (1 + 2**-20 * len(calls))
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(partial_attention, "attend_to_part", attend)
     message = "attention of 8 heads 8 wide is not deterministic: a second run has other bits; no exact-parts works; use"
     with pytest.raises(ConfigError, match=message):
         check(model)
@@ -282,13 +287,13 @@ def test_a_width_is_cut_to_one_of_the_same_remainder(width, most, cut):
 def test_few_heads_of_many_are_tried(group, monkeypatch):
     model = model_of("llama", attention_dropout=0.0)
     monkeypatch.setattr(layer_trials, "_MOST_SCORES", 4 * LENGTH**2)
-    seen, right = set(), F.scaled_dot_product_attention
+    seen, right = set(), partial_attention.attend_to_part
 
     def attend(query, *given, **options):
         seen.add(query.size(1))
         return right(query, *given, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(partial_attention, "attend_to_part", attend)
     check(model)
     assert seen == {4, 2, 1}
 

@@ -143,6 +143,7 @@ class _InBlocks(Function):
         sinks: Tensor | None,
         blocks: Sequence[Block],
         scale: float,
+        attend: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
         b, heads, s, _ = query.shape
         # Lies by tokens, as the output projection reads it.
@@ -150,10 +151,7 @@ class _InBlocks(Function):
         sums = query.new_empty(b, heads, s, dtype=torch.promote_types(query.dtype, torch.float32))
         for samples, queries, parts in blocks:
             own = query[samples, :, queries]
-            found = [
-                attend_to_part(own, *_part_of(part, samples, key, value), **_options(part), scale=scale)
-                for part in parts
-            ]
+            found = [attend(own, *_part_of(part, samples, key, value), **_options(part), scale=scale) for part in parts]
             part, part_sums = found[0] if len(found) == 1 else merge(found)
             if sinks is not None:
                 part, part_sums = with_sinks(part, part_sums, sinks)
@@ -182,11 +180,18 @@ class _InBlocks(Function):
                 grad_value[keys] += dv
             grad_query[at] = of_query
         of_sinks = None if sinks is None else gradient_of_sinks(gradient, output, sums, sinks)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), of_sinks, None, None
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), of_sinks, None, None, None
 
 
 def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], *, scale: float, sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Sequence[Block],
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    attend: Callable[..., tuple[Tensor, Tensor]] = attend_to_part,
 ) -> Tensor:
     """Compute attention block by block; the backward makes biases again.
 
@@ -196,11 +201,12 @@ def attend_in_blocks(
         blocks: blocks that contain each query once.
         scale: factor of the products.
         sinks: ``[heads]``, logits of keys without a value, or None.
+        attend: computes a part; ``attend_to_part`` or ``attend_from_start``.
 
     Returns:
         ``[b, heads, s, d]``.
     """
-    output: Tensor = _InBlocks.apply(query, key, value, sinks, blocks, scale)
+    output: Tensor = _InBlocks.apply(query, key, value, sinks, blocks, scale, attend)
     return output
 
 

@@ -21,7 +21,13 @@ from shardwise.core.random import streams
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import FLEXIBLE_ATTENTION, WIDEST_HEAD, why_repeat_keys
 from shardwise.kernels.fake_device import device_type_of
-from shardwise.kernels.partial_attention import has_flash_for_parts, is_causal_bias, takes_packed
+from shardwise.kernels.partial_attention import (
+    attend_from_start,
+    filled_blocks,
+    has_flash_for_parts,
+    is_causal_bias,
+    takes_packed,
+)
 from shardwise.models.transformer.attention_backends import kernels_of
 from shardwise.models.transformer.attention_blocks import (
     Block,
@@ -94,6 +100,11 @@ class Call:
         """Blocks that may have several parts."""
         return self.mask.blocks(self.query, self.key.size(2), self.options.rule, has_parts=True)
 
+    @cached_property
+    def blocks_from_start(self) -> list[Block] | None:
+        """Blocks of one part, which starts with a block of a document's keys; None if documents are not known."""
+        return self.mask.blocks_from_start(self.query, self.key.size(2), self.options.rule)
+
     @property
     def for_flash(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as flash attention takes them."""
@@ -106,11 +117,14 @@ class Kernel:
     Attributes:
         name: name in reports.
         adds_parts: whether it may add what parts of the keys contribute, in any order.
+        counts_from_start: whether the bits of a query depend only on the keys that it sees, for exact arithmetic; other
+            kernels are as good for plain arithmetic, and faster.
         device_type: type of device on which it is faster than others; "" for the slower ones.
     """
 
     name: str
     adds_parts = False
+    counts_from_start = False
     device_type = ""
 
     def refusal(self, call: Call) -> str | None:
@@ -239,6 +253,39 @@ class _Parts(Kernel):
         return output[..., : call.value.size(-1)]
 
 
+class _FromStart(Kernel):
+    name, counts_from_start = "flash attention in blocks from the start of each document", True
+
+    def _refusal(self, call: Call) -> str | None:
+        options = call.options
+        if options.dropout > 0 or options.sinks is not None or not has_flash_for_parts(call.query):
+            return _UNNEEDED
+        return _UNNEEDED if call.blocks_from_start is None else self._why_not(options)
+
+    def attend(self, call: Call) -> Tensor:
+        blocks, scale = call.blocks_from_start, call.options.scale
+        assert blocks is not None
+        output = attend_in_blocks(*call.for_flash, blocks, scale=scale, attend=attend_from_start)
+        return output[..., : call.value.size(-1)]
+
+    @staticmethod
+    def _why_not(options: Options) -> str | None:
+        return _why_not_flash(options)
+
+
+class _WrittenOutFromStart(_FromStart):
+    name = "products and a softmax in blocks from the start of each document"
+
+    def attend(self, call: Call) -> Tensor:
+        blocks = call.blocks_from_start
+        assert blocks is not None
+        return _block_by_block(partial(recomputed, partial(_written_out_from_start, call.options)), call, blocks)
+
+    @staticmethod
+    def _why_not(options: Options) -> str | None:
+        return None
+
+
 class _OnePart(_Parts):
     """The same where one part has all keys: PyTorch's function has less to do."""
 
@@ -287,6 +334,8 @@ KERNELS: tuple[Kernel, ...] = (
     AT_POSITION,
     _Packed(),
     _Flexible(),
+    _FromStart(),
+    _WrittenOutFromStart(),
     _WrittenOut(),
     _OnePart(),
     _Parts(),
@@ -384,6 +433,16 @@ def _written_out(options: Options, query: Tensor, key: Tensor, value: Tensor, pa
     if blind is not None:
         weights = weights.masked_fill(blind, 0.0)
     return activation.matmul(options.drop(weights), value)
+
+
+def _written_out_from_start(options: Options, query: Tensor, key: Tensor, value: Tensor, part: Part) -> Tensor:
+    num = query.size(2)
+    query, key, value, bias = filled_blocks(
+        query, key, value, bias=part.made_bias(), is_causal=part.is_causal, always_bias=True
+    )
+    assert bias is not None
+    whole = Part(slice(0, key.size(2)), bias=lambda keys: bias)
+    return _written_out(options, query, key, value, whole)[:, :, :num]
 
 
 def _for_all_queries(keys: Tensor, heads: LocalHeads) -> Tensor:

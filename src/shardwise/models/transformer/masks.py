@@ -17,6 +17,7 @@ from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharding import Interval, ParamLayout
 from shardwise.kernels.fake_device import device_type_of, outside_of_plans, planned_device
 from shardwise.kernels.flexible_attention import Functions
+from shardwise.kernels.partial_attention import BLOCK_OF_KEYS
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_blocks import Block, Packed, Part, Run, runs_of_documents
 from shardwise.models.transformer.distance_bias import DistanceBias
@@ -174,6 +175,36 @@ class AttentionMask:
             for run in [whole] if ends is None else runs_of_documents(ends, (start, stop), rows):
                 blocks += self._blocks_of(run, rule, kind, start - first_row, rows, has_parts, on_cuda)
             first_row += stop - start
+        return blocks
+
+    def blocks_from_start(self, query: Tensor, num_keys: int, rule: Rule) -> list[Block] | None:
+        """Cut queries at documents, and where a bias would be large.
+
+        A block has one part, whose first key is that of the document, or a multiple of ``BLOCK_OF_KEYS`` after it. It
+        is None if documents are not known here, or in pieces. For arguments and errors see ``blocks``.
+        """
+        self._check(query, num_keys)
+        kind, positions = (query.dtype, query.device), self._positions(query, num_keys)
+        ends = [] if self.document_ids is None else self._ends_of_documents()
+        if ends is None or len(positions) > 1:
+            return None
+        runs = runs_of_documents(ends, positions[0], rows=0)
+        offset, blocks = positions[0][0], list[Block]()
+        for samples, (start, stop), keys, _ in runs if ends else [Run(slice(None), positions[0], (0, num_keys))]:
+            own, queries = rule.within((start, stop), keys), slice(start - offset, stop - offset)
+            has_bias = own.window is not None or self.forbidden is not None or self.alibi_slopes is not None
+            if not has_bias and (start == keys[0] or not own.causal):
+                part = Part(slice(keys[0], stop if own.causal else keys[1]), is_causal=own.causal)
+                blocks.append(Block(samples, queries, (part,)))
+                continue
+            for low in range(start, stop, _ROWS):
+                high = min(low + _ROWS, stop)
+                first, last = own.keys_of((low, high), keys)
+                seen = slice(first - (first - keys[0]) % BLOCK_OF_KEYS, last)
+                bias = functools.partial(self._bias, own, kind, slice(low, high), offset, samples, False)
+                if stop - start <= _ROWS:
+                    bias = functools.partial(_columns, self._kept(bias, seen), seen.start)
+                blocks.append(Block(samples, slice(low - offset, high - offset), (Part(seen, bias=bias),)))
         return blocks
 
     def packed(self, query: Tensor, num_keys: int, rule: Rule) -> list[Packed] | None:

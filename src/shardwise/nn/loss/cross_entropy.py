@@ -90,8 +90,8 @@ class SplitCrossEntropy(Function):
         # The remaining columns are padding, which has no probability.
         flat = flat_rows(logits)[:, : own_ids[1] - own_ids[0]]
         target_local, ignored = columns_of(target, own_ids, ignore_index)
-        columns, parts, width = arithmetic_of(group).parts_of_vocabulary(ranges, group=group)
-        size = flat.size(0) * width
+        arithmetic = arithmetic_of(group)
+        columns, parts, size = arithmetic.parts_of_vocabulary(ranges, flat.size(0), group=group)
 
         def statistics(start: int, stop: int) -> Tensor:
             part, local = (
@@ -99,7 +99,7 @@ class SplitCrossEntropy(Function):
                 target_local if len(columns) == 1 else columns_between(target_local, start, stop),
             )
             kernels, smooth = loss_kernels(part, softcap=options.softcap, size=size), options.label_smoothing > 0
-            own: Tensor = kernels.row_statistics(part, local, want_sum=smooth, **options.of_kernels)
+            own = arithmetic.row_statistics(kernels, part, local, want_sum=smooth, **options.of_kernels)
             checks.mark_ignored_(own, ignored, group)
             return own if sizes_are_known else with_size(own, logits.size(-1))
 
@@ -108,7 +108,7 @@ class SplitCrossEntropy(Function):
         if not sizes_are_known:
             every = without_sizes(every, logits.size(-1))
         checks.run(every, flat.__getitem__, target, ignored, own_ids, group)
-        combined = combine(every, parts, ignored, options)
+        combined = combine(every, parts, ignored, options, arithmetic.activation)
 
         numbers = [combined.maximum, combined.weight, combined.at_target]
         rest = [] if combined.rest is None else [combined.rest]

@@ -8,7 +8,7 @@ For the largest logits every rank sends its largest logits with their ids, fp32 
 selects from all of them. ``cross_entropy`` has the formula of the loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,17 +168,24 @@ def gather_statistics(own: Tensor, group: ProcessGroup) -> Tensor:
     return all_gather(own if own.dim() == 3 else own.unsqueeze(0), group=group, dim=0)
 
 
-def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options: LossOptions) -> Combined:
+def combine(
+    every: Tensor,
+    ranges: Sequence[Interval],
+    ignored: Tensor,
+    options: LossOptions,
+    activation: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda function, input_: function(input_),
+) -> Combined:
     """Compute the loss from all ranks' statistics.
 
     ``every`` is each rank's ``row_statistics``, ``[t, n, 3]`` or with label smoothing ``[t, n, 4]``. ``ranges`` are the
-    ranks' ids, and ``ignored``, ``[n]``, marks the tokens whose loss is 0.
+    ranks' ids, and ``ignored``, ``[n]``, marks the tokens whose loss is 0. ``activation`` computes elementwise
+    functions (``nn.arithmetic.Activation``).
     """
     vocab_size, smoothing, z_loss = ranges[-1][1], options.label_smoothing, options.z_loss
     maximum = every[..., 0].amax(dim=0)
     below = every[..., 0] - maximum
-    sum_exp = _in_order(every[..., 1] * below.exp())
-    log_sum_exp = sum_exp.log()
+    sum_exp = _in_order(every[..., 1] * activation(torch.exp, below))
+    log_sum_exp = activation(torch.log, sum_exp)
     nll = log_sum_exp - (every[..., 2] + below).amax(dim=0)
 
     loss, weight = nll, sum_exp.reciprocal()

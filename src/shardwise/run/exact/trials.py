@@ -29,6 +29,8 @@ from shardwise.core.communication.trees import deterministic_sum
 from shardwise.core.errors import REPORT, ConfigError
 from shardwise.core.random import streams
 from shardwise.core.sharding import balanced_sizes, intervals_of_sizes
+from shardwise.exact.products import USUAL_ROWS
+from shardwise.exact.strategies import ExactArithmetic
 from shardwise.kernels.dispatch import loss_kernels, why_not_fused_optimizer
 from shardwise.kernels.elementwise import blockwise, swiglu
 from shardwise.models.description import ModelChunks
@@ -215,12 +217,12 @@ def _vocabularies(run: TrialRun) -> set[int]:
 
 def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[ResultPair]:
     """Compare two parts of the vocabulary as views of one tensor against the same parts in separate tensors."""
-    config = run.model.config
-    options = LossOptions(softcap=config.final_logit_softcap, temperature=config.logits_scaling)
+    # The output layer caps and scales logits (``Arithmetic.scales_before_loss``).
+    options, arithmetic = LossOptions(), ExactArithmetic()
     ranges = intervals_of_sizes(balanced_sizes(vocab_size, parts)[:2])
     width = ranges[-1][1]
-    # The number of all tokens and ids determines the library and the kernel.
-    size, tokens = run.rows * vocab_size, min(run.rows, max(_LEAST_TOKENS, MOST_ELEMENTS // width))
+    # As in ``ExactArithmetic.parts_of_vocabulary``.
+    size, tokens = USUAL_ROWS * vocab_size, min(run.rows, max(_LEAST_TOKENS, MOST_ELEMENTS // width))
     logits = run.numbers(tokens, width)
     target, ignored = run.ids(width, tokens), run.ids(8, tokens) == 0
 
@@ -230,10 +232,10 @@ def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[ResultPair
         columns = columns if side_by_side else [part.contiguous() for part in columns]
         targets = [columns_between(target, *ids) for ids in ranges]
         own = [
-            loss_kernels(part, softcap=options.softcap, size=size).row_statistics(part, local, **options.of_kernels)
+            arithmetic.row_statistics(loss_kernels(part, softcap=options.softcap, size=size), part, local)
             for part, local in zip(columns, targets, strict=True)
         ]
-        combined = combine(torch.stack(own), ranges, ignored, options)
+        combined = combine(torch.stack(own), ranges, ignored, options, arithmetic.activation)
         numbers = combined.maximum, combined.weight, combined.at_target
         for part, local in zip(columns, targets, strict=True):
             loss_kernels(part, part, softcap=options.softcap, size=size).gradient_(
