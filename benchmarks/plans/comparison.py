@@ -8,7 +8,7 @@ import importlib
 import inspect
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,12 +40,14 @@ class Result:
         reason: message of the error.
         largest: for each tensor beyond the tolerance, at most four, its largest difference by its largest element.
         dtype: the dtype that decided.
+        splits_loss: whether no rank needed whole logits for the loss.
     """
 
     verdict: str
     reason: str = ""
     largest: dict[str, float] = field(default_factory=dict)
     dtype: str = "float32"
+    splits_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Run:
     logits: Tensor
     gradients: dict[str, Tensor | None]
     norm: float
+    splits_loss: bool
 
 
 def results(package: str, kind: type[Any], heads: Heads, sizes: list[int], *, theirs: bool) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def _compare(model: Any, dense: _Run | None, size: int, theirs: bool, dtype: tor
         try:
             split = _run_theirs(model) if theirs else _run_split(model, group)
             if dense is not None:
-                own = _judge(split, dense, dtype)
+                own = replace(_judge(split, dense, dtype), splits_loss=split.splits_loss)
         except ConfigError as error:
             own = Result("refused", str(error))
         except Exception as error:  # So may a split one.
@@ -128,23 +131,23 @@ def _difference(found: Tensor, expected: Tensor, floor: float) -> float:
 
 
 def _run_whole(model: nn.Module) -> _Run:
-    logits = _two_micro_batches(model)
+    logits, splits_loss = _two_micro_batches(model)
     if not logits.isfinite().all():
         raise ArithmeticError("the logits are not finite")
     gradients = {name: param.grad for name, param in model.named_parameters()}
-    return _Run(logits, gradients, _norm_of(gradients))
+    return _Run(logits, gradients, _norm_of(gradients), splits_loss)
 
 
 def _run_split(model: nn.Module, group: ProcessGroup) -> _Run:
     parallelize(model, Groups(tp=group))
-    logits = _two_micro_batches(model)
+    logits, splits_loss = _two_micro_batches(model)
     finalize_gradients_(model, tp_group=group, dp_group=None)
     norm = float(global_grad_norm(model, tp_group=group))
     gradients = {
         name: None if param.grad is None else gather_parameter(param.grad, layout, group=group)
         for name, param, layout in named_param_layouts(model, group.size())
     }
-    return _Run(logits, gradients, norm)
+    return _Run(logits, gradients, norm, splits_loss)
 
 
 def _run_theirs(model: Any) -> _Run:
@@ -167,9 +170,9 @@ def _run_theirs(model: Any) -> _Run:
     for module in split.train().modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    logits = _two_micro_batches(split)
+    logits, splits_loss = _two_micro_batches(split)
     gradients = {name: None if param.grad is None else _whole(param.grad) for name, param in split.named_parameters()}
-    return _Run(logits, gradients, _norm_of(gradients))
+    return _Run(logits, gradients, _norm_of(gradients), splits_loss)
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -180,8 +183,8 @@ def _norm_of(gradients: dict[str, Tensor | None]) -> float:
     return float(torch.stack([each.double().norm() for each in gradients.values() if each is not None]).norm())
 
 
-def _two_micro_batches(model: Any) -> Tensor:
-    """Accumulate gradients of two micro-batches with 13 and 5 labels; return their outputs."""
+def _two_micro_batches(model: Any) -> tuple[Tensor, bool]:
+    """Accumulate gradients of two micro-batches with 13 and 5 labels; return their outputs, and ``splits_loss``."""
     generator = torch.Generator().manual_seed(3)
     outputs = []
     for num_labels in (13, 5):
@@ -193,7 +196,8 @@ def _two_micro_batches(model: Any) -> Tensor:
         labels[num_labels:] = -100
         losses = F.cross_entropy(output.flatten(0, 1), labels, reduction="sum")
         (losses / 18).backward()
-    return torch.stack(outputs)
+    splits_loss = all(getattr(each, "is_split", False) for each in outputs)
+    return torch.stack(outputs), splits_loss
 
 
 def _output(model: Any, ids: Tensor) -> Tensor:

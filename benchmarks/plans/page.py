@@ -59,8 +59,9 @@ wrong one is followed by the parameters with the largest errors of gradients, or
 def page(ours: dict[str, Any], theirs: Sequence[dict[str, Any]], overrides: dict[str, dict[str, Any]]) -> str:
     """Return the page for results of ``measure`` and, for one more column each, of ``measure --theirs``."""
     sizes = [next(iter(next(iter(each["classes"].values()))["passes"]["first"])) for each in theirs]
-    rows, counts, others, decided = [], Counter[tuple[str, str]](), Counter[str](), 0
+    rows, counts, others, decided, splits = [], Counter[tuple[str, str]](), Counter[str](), 0, 0
     for name, each in sorted(ours["classes"].items(), key=lambda item: item[0].lower()):
+        splits += each["passes"].get("first", {}).get("2", {}).get("splits_loss", False)
         cells, reasons = [], []
         for column in _COLUMNS:
             result = each["passes"].get(column[0], {}).get(column[1], {"verdict": "not run"})
@@ -77,6 +78,9 @@ def page(ours: dict[str, Any], theirs: Sequence[dict[str, Any]], overrides: dict
         rows.append(f"| `{name.removesuffix('Config')}` | {' | '.join([*cells, reason])} |")
     right = ", ".join(f"{counts[column]} at tp {column[1]}" for column in _COLUMNS[:3])
     right = f"Right are {right}, and in the second pass {counts[_COLUMNS[3]]} and {counts[_COLUMNS[4]]}."
+    right += f"""
+Of the classes, {splits} compute the loss of each rank's part of the vocabulary; other models have no head, one that the
+plan leaves whole, or read logits otherwise."""
     head = _TEXT.format(
         number=len(rows),
         date=ours["date"],

@@ -10,6 +10,7 @@ from shardwise.core.communication.overlap import OverlapMethod
 from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
 from shardwise.models.by_plan import library
+from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.experts.token_dispatch import gathers_tokens
 from shardwise.models.transformer.context_attention import describe_context_method
 from shardwise.models.transformer.heads import LocalHeads, split_heads
@@ -67,11 +68,9 @@ def _computed_by(session: Session) -> str:
         return ""
     if folder.description.transformers_config is None:
         return f"       computed by Shardwise's table of {folder.architecture.model_type}\n"
-    way = ""
-    if session.topology.size("tp") > 1:
-        reader = library.other_use_of_logits(folder.description)
-        loss = f"gathers logits, which {reader} reads" if reader else "splits the vocabulary"
-        way = f", split by its own plan; the loss {loss}"
+    model, way = session.trainer.model, ""
+    if session.topology.size("tp") > 1 and isinstance(model, PlannedModel):
+        way = f", split by its own plan; {model.described_loss}"
     return f"       computed by {library.name_of(folder.description)}{way}\n"
 
 

@@ -212,3 +212,18 @@ def test_recomputation_repeats_the_forward_of_each_layer(group: ProcessGroup) ->
     assert sums[1] - sums[0] in (2, 4)
     for own, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
         assert_bit_equal(own.grad, other.grad)
+
+
+@pytest.mark.ranks(2)
+def test_the_banner_says_how_the_loss_is_computed(group: ProcessGroup) -> None:
+    model = own_model(group)
+    assert model.described_loss == "the loss splits the vocabulary"
+    model.whole.set_output_embeddings(nn.Linear(24, 37))
+    assert model.described_loss == "the plan leaves the head whole"
+
+
+def test_the_source_of_a_forward_says_what_reads_logits_otherwise() -> None:
+    for kind in ("Llama", "Gemma2", "Beam", "Granite", "HyperCLOVAX", "NemotronH", "Qwen3Moe"):
+        assert library.other_use_of_logits(getattr(transformers, f"{kind}ForCausalLM")) == "", kind
+    found = library.other_use_of_logits(transformers.InklingForCausalLM)
+    assert found == "logits[..., :unpadded_vocab_size]"

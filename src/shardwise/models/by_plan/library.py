@@ -83,9 +83,9 @@ def name_of(config: ModelConfig) -> str:
     return f"{class_of(config).__name__} of transformers {_library('config.json').__version__}"
 
 
-def other_use_of_logits(config: ModelConfig) -> str:
-    """Return the expression for which the forward needs whole logits; empty if only the loss and scaling use them."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(class_of(config).forward))))
+def other_use_of_logits(kind: type[nn.Module]) -> str:
+    """Return the expression for which a forward needs whole logits; empty if only the loss and scaling use them."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     for node in ast.walk(tree):
         for part in ast.iter_child_nodes(node):
             if not (isinstance(part, ast.Name) and part.id == "logits" and isinstance(part.ctx, ast.Load)):

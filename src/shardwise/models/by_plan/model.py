@@ -21,6 +21,7 @@ from shardwise.models.by_plan.parallelize import split_
 from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.model_input import check_tensors
+from shardwise.nn.column import ColumnLinear
 
 # Kinds of layers whose masks keep texts of one row apart.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -119,6 +120,14 @@ class PlannedModel(LanguageModel):
         """The layers: the first list of modules of that length."""
         lists = (each for each in self.whole.modules() if isinstance(each, nn.ModuleList))
         return next(each for each in lists if len(each) == self.config.num_layers)
+
+    @property
+    def described_loss(self) -> str:
+        """How several ranks compute the loss, for the banner."""
+        if not isinstance(self.whole.get_output_embeddings(), ColumnLinear):
+            return "the plan leaves the head whole"
+        reader = library.other_use_of_logits(type(self.whole))
+        return f"the loss gathers logits, which {reader} reads" if reader else "the loss splits the vocabulary"
 
     def forward(
         self,
