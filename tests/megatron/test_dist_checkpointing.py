@@ -1,6 +1,7 @@
 """Megatron's save and load: plain values and tensors come back at any layout, and other libraries' folders are told."""
 
 import logging
+from collections import namedtuple
 
 import pytest
 import torch
@@ -289,6 +290,9 @@ def test_a_folder_of_another_library_is_told_on_every_rank(group, tmp_path, name
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
 
+NamedPair = namedtuple("NamedPair", "x y")
+
+
 @pytest.mark.ranks(2)
 def test_what_cannot_be_stored_is_told_on_every_rank(group, tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
@@ -302,6 +306,12 @@ def test_what_cannot_be_stored_is_told_on_every_rank(group, tmp_path):
     for content in ({"w": state["w"]}, {"a": {1: object()}}):
         with pytest.raises(CheckpointError, match=r"content_metadata\.(w' is a tensor|a\.1' is a object); give"):
             save({}, tmp_path, content_metadata=content)
+    # It would come back as a plain tuple.
+    pair = NamedPair(1, 2)
+    with pytest.raises(CheckpointError, match=r"'in\.0' is a NamedPair; give"):
+        save({"in": [pair]}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"'content_metadata\.in' is a NamedPair; give"):
+        save({}, tmp_path, content_metadata={"in": pair})
     with pytest.raises(CheckpointError, match="'a key of by' is a frozenset; give"):
         save({"by": {frozenset(): 1}}, tmp_path)
     twice = {"a.w": shard(group.rank(), 2, True), "a": {"w": shard(group.rank(), 2, True)}}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from harness.faults import Fault, plant
 from run.run_processes import run_command, run_commands
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shardwise.cli.main import main
 from shardwise.core.errors import ConfigError
@@ -116,6 +116,25 @@ def test_a_run_at_tp_2_equals_one_rank_and_goes_on_at_tp_3(root: Path, kind: str
         warnings.simplefilter("ignore")
         opened = transformers.AutoModelForCausalLM.from_pretrained(root / f"{kind}-3")
     assert all(torch.equal(opened.state_dict()[name], weights[2][name]) for name in base)
+
+
+@pytest.mark.slow
+def test_a_tied_folder_with_another_head_is_read_and_written_untied(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(root / "Arcee", folder)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    head[len(head) // 2, 3] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert main(["import-hf", str(folder), "--out", str(tmp_path / "imported")]) == 0
+    assert "which differ, but its config.json says that they are one (tie_word_embeddings)" in capsys.readouterr().err
+    assert main(["export-hf", str(tmp_path / "imported"), "--out", str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is False
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.slow

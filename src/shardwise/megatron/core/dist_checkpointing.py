@@ -344,7 +344,12 @@ def _built(value: Any) -> Any:
         return _Built(value, value.build())
     if isinstance(value, Mapping):
         return {key: _built(item) for key, item in value.items()}
-    return type(value)(map(_built, value)) if isinstance(value, (list, tuple)) else value
+    # A named tuple cannot be made from its items.
+    return type(value)(map(_built, value)) if isinstance(value, (list, tuple)) and not _is_named(value) else value
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def _is_of(value: Any, keys: set[str]) -> bool:
@@ -376,19 +381,19 @@ def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, tak
             for key, item in value.items()
         }
         return {key: items[key] for key, item in value.items() if not isinstance(item, _NOT_PLAIN)}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and not _is_named(value):
         items_ = (_without_shards(item, f"{name}.{i}", shards, takes_all=takes_all) for i, item in enumerate(value))
         return tuple(items_) if isinstance(value, tuple) else list(items_)
     return _plain(value, name, takes_all=takes_all)
 
 
 def _plain(value: Any, name: str, *, takes_all: bool) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not _is_named(value):
         return tuple(_plain(item, name, takes_all=takes_all) for item in value)
     if not (takes_all or value is None or isinstance(value, (bool, int, float, str))):
         raise CheckpointError(
             f"the state's {name!r} is a {type(value).__name__}; give tensors as ShardedTensor, and other values as "
-            "numbers, text, lists and dicts"
+            "numbers, text, lists, tuples and dicts"
         )
     return value
 

@@ -347,7 +347,7 @@ class PretrainedFolder:
             )
             if copy in self.architecture.copies or not can_untie:
                 raise CheckpointError(f"{differ}, as in every {self.architecture.model_type} model")
-            self.description = dataclasses.replace(self.description, share_embeddings_and_output_weights=False)
+            self.description = self.architecture.untied(self.description)
             self.notes.append(f"{differ} (tie_word_embeddings): they are read as two weights")
 
     def _todays_name(self, stored: str, expected: Set[str]) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -166,6 +166,10 @@ class Architecture:
     def class_of(self, model: ModelConfig) -> str:
         """Return the name to write to ``architectures``."""
         return self.classes[0]
+
+    def untied(self, model: ModelConfig) -> ModelConfig:
+        """Return the description of the same model with an output layer of its own."""
+        return replace(model, share_embeddings_and_output_weights=False)
 
     def adapt(self, model: ModelConfig, stored: Set[str]) -> ModelConfig:
         """Return the description, corrected by the names of the stored tensors."""

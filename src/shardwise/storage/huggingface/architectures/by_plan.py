@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,15 @@ class ByPlan(Architecture):
     def read(self, fields: Fields) -> ModelConfig:
         """Read the sizes of the model, and keep all fields; raise ConfigError if transformers cannot build it."""
         return library.describe(fields.values, fields.where)
+
+    def untied(self, model: ModelConfig) -> ModelConfig:
+        """Change the kept fields, too."""
+        assert model.transformers_config is not None
+        values: dict[str, Any] = json.loads(model.transformers_config)
+        for table in (values, *(each for each in values.values() if isinstance(each, dict))):
+            if table is values or "tie_word_embeddings" in table:
+                table["tie_word_embeddings"] = False
+        return replace(super().untied(model), transformers_config=json.dumps(values, sort_keys=True))
 
     def written(self, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, Any]:
         """Return the ``config.json`` that ``read`` kept, for weights of ``dtype``, without names of a folder's code."""
