@@ -26,7 +26,7 @@ EXPORTS = {
     ),
     "shardwise.run": (
         "chat compare dpo evaluate evaluate_tasks export_hf export_megatron finetune fit_generation fit_run generate "
-        "import_hf import_megatron plan_generation plan_run tokenize train"
+        "generate_many import_hf import_megatron plan_generation plan_run score tokenize train"
     ),
 }
 # Whose function is not named as the command, with the fields that are another function's.
@@ -36,7 +36,11 @@ FUNCTIONS = {
     "eval": ("evaluate", ("tasks", "task_path", "num_fewshot", "limit", "chat", "output")),
     "export-hf": ("export_hf", ()),
     "export-megatron": ("export_megatron", ()),
-    "generate": ("generate", ()),
+    "generate": (
+        "generate",
+        ("prompts", "n", "json", "log_probs", "prompt_log_probs", "batch_size", "cache_tokens"),
+    ),
+    "score": ("score", ()),
     "import-hf": ("import_hf", ()),
     "import-megatron": ("import_megatron", ()),
     "tokenize": ("tokenize", ()),
@@ -96,7 +100,8 @@ def test_a_function_has_the_flags_of_its_command_with_their_defaults(command):
     callbacks = {"lines", "turns"} | {parameter for parameter in parameters if parameter.startswith("on_")}
     assert set(parameters) - callbacks == set(fields)
     for field, default in fields.items():
-        if parameters[field].default is not inspect.Parameter.empty:
+        # Several prompts are another function's.
+        if field != "prompt" and parameters[field].default is not inspect.Parameter.empty:
             assert parameters[field].default == default, field
 
 

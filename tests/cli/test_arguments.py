@@ -10,7 +10,7 @@ import pytest
 from shardwise.cli import plan
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.conversion import ExportArguments, ExportMegatronArguments, ImportArguments, ImportMegatronArguments
-from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
+from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments, ScoreArguments
 from shardwise.cli.main import COMMANDS
 from shardwise.cli.training import DemoArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
@@ -30,6 +30,7 @@ PARSERS = {
     "demo": of(DemoArguments),
     "generate": of(GenerateArguments),
     "chat": of(ChatArguments),
+    "score": of(ScoreArguments),
     "eval": of(EvalArguments),
     "import-hf": of(ImportArguments),
     "import-megatron": of(ImportMegatronArguments),
@@ -44,6 +45,7 @@ REQUIRED = dict(
             ["--data=a"],
             *[["m", "--data=a"]] * 2,
             [],
+            ["r"],
             ["r"],
             ["r"],
             ["r", "--data=a"],

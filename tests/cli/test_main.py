@@ -86,7 +86,7 @@ def test_version(capsys):
         ("trian", "unknown command 'trian'; did you mean train?"),
         (
             "xyz",
-            "unknown command 'xyz'; one of demo, train, finetune, dpo, plan, doctor, generate, chat, eval, "
+            "unknown command 'xyz'; one of demo, train, finetune, dpo, plan, doctor, generate, score, chat, eval, "
             "compare, tokenize, import-hf, import-megatron, export-hf, export-megatron, conformance, env, completion",
         ),
         *((word, f"{word} is not a command any more: {REMOVED[word]}") for word in ("classify", "distill")),

@@ -33,6 +33,8 @@ def test_the_page_of_calls_from_python(tmp_path, monkeypatch, capsys):
     assert Path(names["done"].checkpoint) == Path("runs/base/checkpoints/step-00000004")
     assert names["text"]
     assert "12 things" in printed
+    assert [(each.prompt, each.sample) for each in names["samples"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(measured.sum < 0 for measured in names["scores"])
     assert names["imported"].can_generate
     assert [message["role"] for message in names["messages"]] == ["user", "assistant", "user", "assistant"]
     assert set(names["measured"].metrics) == {"loss", "perplexity", "bits per byte"}

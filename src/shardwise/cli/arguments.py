@@ -214,12 +214,14 @@ class _Argument:
         path: names of the nested fields that lead to its value; the last name is its own.
         annotation: type of the field.
         required: whether it has no default.
+        appends: whether the flag has one value, and may be repeated.
         sets, negation: value that a switch sets, and switch that sets the opposite value.
     """
 
     path: tuple[str, ...]
     annotation: Any
     required: bool
+    appends: bool = False
     sets: bool | None = None
     negation: str | None = None
 
@@ -228,8 +230,9 @@ class _Argument:
 class FlagReader:
     """Reads the flags and arguments of a dataclass and of its nested dataclasses, with the names of tyro's help.
 
-    It supports ``Positional`` and ``FlagCreatePairsOff`` of ``tyro.conf``, and the options ``name=""`` (flags of a
-    dataclass have no prefix), ``metavar`` and ``aliases`` of its ``arg``. Flags may contain ``_`` instead of ``-``.
+    It supports ``Positional``, ``FlagCreatePairsOff`` and ``UseAppendAction`` of ``tyro.conf``, and the options
+    ``name=""`` (flags of a dataclass have no prefix), ``metavar`` and ``aliases`` of its ``arg``. Flags may contain
+    ``_`` instead of ``-``.
 
     Attributes:
         cls: the dataclass.
@@ -253,7 +256,7 @@ class FlagReader:
                 self._add(annotation, prefix if shown.name == "" else f"{prefix}{each.name}.", own)
                 continue
             required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-            argument = _Argument(own, annotation, required)
+            argument = _Argument(own, annotation, required, tyro.conf.UseAppendAction in marks)
             if tyro.conf.Positional in marks:
                 self.positional[shown.metavar] = argument
                 continue
@@ -316,7 +319,7 @@ class FlagReader:
                 hint = f"; write {name} or {flag.negation}" if flag.negation else ""
                 raise ConfigError(f"{name} takes no value, got {text if equals else words[0]!r}{hint}")
             found[flag.path] = flag.sets
-        elif get_origin(flag.annotation) is tuple:
+        elif get_origin(flag.annotation) is tuple and not flag.appends:
             if flag.path in found:
                 raise ConfigError(f"{name} is given twice; write all its values after one {name}")
             texts = [text] if equals else []
@@ -328,6 +331,9 @@ class FlagReader:
                 if not words or words[0].startswith("--"):
                     raise ConfigError(f"{name} needs a value")
                 text = words.popleft()
+            if flag.appends:
+                found[flag.path] = (*found.get(flag.path, ()), text)
+                return
             found[flag.path] = _value_of(name, flag.annotation, text)
 
 

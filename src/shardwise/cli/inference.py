@@ -1,8 +1,9 @@
-"""The commands that use a model: ``generate``, ``chat`` and ``eval``."""
+"""The commands that use a model: ``generate``, ``score``, ``chat`` and ``eval``."""
 
 import contextlib
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,9 +14,25 @@ from shardwise.cli.arguments import SplitArguments, check_data, check_file, chec
 from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.run.settings import CorpusSettings, TrackerName
-from shardwise.training.bounds import BATCH, DEFAULT_BATCH, SEED, SEQUENCE, STEPS, TEMPERATURE, TOP_P, Folder, Range
+from shardwise.training.bounds import (
+    BATCH,
+    DEFAULT_BATCH,
+    DEFAULT_SEQUENCES,
+    DIFFERENCE,
+    PENALTY,
+    SEED,
+    SEQUENCE,
+    SHARE,
+    STEPS,
+    TEMPERATURE,
+    TOP_LOG_PROBS,
+    TOP_P,
+    Folder,
+    Range,
+)
 
 if TYPE_CHECKING:
+    from shardwise.run.commands.many_texts import Sample, Score
     from shardwise.run.commands.text_generation import SamplingRequest
 
 
@@ -51,6 +68,11 @@ class GeneratingArguments(ModelArguments):
         top_k: choose among this many likeliest tokens; 0 is off. Default: see above, or else 50.
         top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off. Default: see
             above, or else 1.
+        min_p: choose among tokens at least this share as likely as the likeliest; 0 is off. Default: see above, or
+            else 0.
+        repetition_penalty: over 1 makes tokens of the prompt and of the text less likely. Default: see above, or
+            else 1.
+        presence_penalty: over 0 makes tokens of the new text less likely. Default: see above, or else 0.
         seed: seed of the sampling.
         device: device to compute on; "auto" takes a GPU if there is one for each rank.
         layers: kind of layers; "fused" means inference layers with one exchange per half block. "auto" takes inference
@@ -61,6 +83,9 @@ class GeneratingArguments(ModelArguments):
     temperature: Annotated[float | None, TEMPERATURE] = None
     top_k: Annotated[int | None, STEPS] = None
     top_p: Annotated[float | None, TOP_P] = None
+    min_p: Annotated[float | None, SHARE] = None
+    repetition_penalty: Annotated[float | None, PENALTY] = None
+    presence_penalty: Annotated[float | None, DIFFERENCE] = None
     seed: Annotated[int, SEED] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     layers: Literal["auto", "training", "inference", "fused"] = "auto"
@@ -69,39 +94,171 @@ class GeneratingArguments(ModelArguments):
         """Return the requested sampling. The import is here because PyTorch takes seconds to load."""
         from shardwise.run.commands.text_generation import SamplingRequest
 
-        return SamplingRequest(self.max_new_tokens, self.temperature, self.top_k, self.top_p)
+        given = self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.min_p
+        return SamplingRequest(*given, self.repetition_penalty, self.presence_penalty)
 
 
 @dataclass(frozen=True)
 class GenerateArguments(GeneratingArguments):
-    """Continue a text with a model from shardwise train, demo, finetune or import-hf, or from a Hugging Face folder.
+    """Continue texts with a model from shardwise train, demo, finetune or import-hf, or from a Hugging Face folder.
 
-    The same seed gives the same text on any number of ranks.
+    The same seed gives the same text on any number of ranks, and whatever other prompts there are.
 
     Attributes:
-        prompt: text to continue; an empty prompt starts a new text.
+        prompt: text to continue; an empty prompt starts a new text. Several if the flag is repeated.
+        prompts: file of prompts, in JSON lines such as {"prompt": "..."} or {"tokens": [1, 2]}, with settings such as
+            "seed" and "max_new_tokens" of their own if need be; a .txt file has one in each line. "-" reads JSON lines
+            from standard input.
+        n: number of texts for each prompt; each has the seed after that of the one before.
+        json: print each text as a line of JSON, as soon as it is done.
+        stop: string that ends a text and is no part of it; several if the flag is repeated.
+        log_probs: with --json, number of likeliest tokens whose log-probabilities are printed next to those of the
+            tokens. They are those at --temperature, 1 if that is not given, before top-k, top-p and penalties.
+        prompt_log_probs: the same for the tokens of the prompts.
+        batch_size: number of texts that are generated at once.
+        cache_tokens: number of tokens that the cache holds, of all texts; those that do not fit wait. Default: as many
+            as the texts need, or 1 GiB.
         special_tokens: parse names of special tokens in the prompt, such as <|im_start|>, as transformers does; with
             --no-special-tokens they are plain characters, which is safer for untrusted text.
     """
 
-    prompt: str = ""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    prompts: str | None = None
+    n: Annotated[int, BATCH] = 1
+    json: bool = False
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    log_probs: Annotated[int | None, TOP_LOG_PROBS] = None
+    prompt_log_probs: Annotated[int | None, TOP_LOG_PROBS] = None
+    batch_size: Annotated[int, BATCH] = DEFAULT_SEQUENCES
+    cache_tokens: Annotated[int | None, SEQUENCE] = None
     special_tokens: bool = True
 
-    def prepare(self, world_size: int) -> None:
-        from shardwise.run.commands.text_generation import open_prompt
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.prompt and self.prompts is not None:
+            raise ConfigError("--prompt cannot be used with --prompts; write all prompts into the file")
+        for flag, value in {"--log-probs": self.log_probs, "--prompt-log-probs": self.prompt_log_probs}.items():
+            if value is not None and not self.json:
+                raise ConfigError(f"{flag} is printed as JSON; add --json")
 
-        special = self.special_tokens
+    @property
+    def is_one(self) -> bool:
+        """True if there is one text, which is shown as it grows."""
+        return len(self.prompt) < 2 and self.prompts is None and self.n == 1 and not self.json
+
+    def check_early(self) -> None:
+        super().check_early()
+        if self.prompts not in (None, "-"):
+            check_file(self.prompts, "--prompts")
+
+    def prepare(self, world_size: int) -> None:
+        from shardwise.run.commands.text_generation import open_causal, open_prompt
+
+        if not self.is_one:
+            open_causal(self.checkpoint, self.adapter, world_size)
+            return
+        prompt, special = "".join(self.prompt), self.special_tokens
         open_prompt(
-            self.checkpoint, self.adapter, self.prompt, self.request(), special_tokens=special, world_size=world_size
+            self.checkpoint, self.adapter, prompt, self.request(), special_tokens=special, world_size=world_size
         )
 
     def work(self) -> None:
         from shardwise.cli import reporting
-        from shardwise.run import generate
+        from shardwise.run import generate, generate_many
 
         reporting.allow_any_character()
-        note = partial(print_note, "shardwise generate")
-        generate(**self.keywords(), on_text=reporting.show, on_note=note)
+        note, given = partial(print_note, "shardwise generate"), self.keywords()
+        if self.is_one:
+            given["prompt"] = "".join(self.prompt)
+            one = {name: given[name] for name in given.keys() - _OF_MANY}
+            generate(**one, on_text=reporting.show, on_note=note)
+            return
+        many = {name: given[name] for name in given.keys() - {"prompt", "json"}}
+        many["prompts"] = list(self.prompt or [""]) if self.prompts is None else self.prompts
+        show = _show_json if self.json else _InOrder(self.n, note).add
+        found = generate_many(**many, on_sample=show, on_note=note)
+        _check_answered([each.error for each in found], "prompts")
+
+
+_OF_MANY = {"prompts", "n", "json", "log_probs", "prompt_log_probs", "batch_size", "cache_tokens"}
+
+
+class _InOrder:
+    """Shows texts in the order of their prompts, each as soon as those before it are shown."""
+
+    def __init__(self, n: int, note: Callable[[str], object]) -> None:
+        self._n, self._note, self._next = n, note, (0, 0)
+        self._waiting: dict[tuple[int, int], Sample] = {}
+
+    def add(self, sample: "Sample") -> None:
+        from shardwise.cli import reporting
+
+        self._waiting[sample.prompt, sample.sample] = sample
+        while (first := self._waiting.pop(self._next, None)) is not None:
+            prompt, number = self._next
+            if first.error is not None:
+                self._note(first.error)
+            else:
+                reporting.show(("" if self._next == (0, 0) else "\n") + first.prompt_text + first.text + "\n")
+            is_last = first.error is not None or number + 1 == self._n
+            self._next = (prompt + 1, 0) if is_last else (prompt, number + 1)
+
+
+def _show_json(result: "Sample | Score") -> None:
+    from shardwise.cli import reporting
+
+    reporting.show(json.dumps(result.to_json(), ensure_ascii=False) + "\n")
+
+
+def _check_answered(errors: Sequence[str | None], what: str) -> None:
+    if failed := sum(error is not None for error in errors):
+        raise DataError(f"{failed} of the {what} could not be answered; the output says why")
+
+
+@dataclass(frozen=True)
+class ScoreArguments(ModelArguments):
+    """Measure the log-probability of each token of your texts, and their sum; prints a line of JSON for each text.
+
+    Attributes:
+        texts: file of JSON lines: {"text": "..."}; or {"prompt": "...", "completion": "..."} to measure the completion;
+            or what shardwise generate --json prints. A .txt file has one text in each line. "-" reads JSON lines from
+            standard input.
+        temperature: divisor of the logits.
+        top_log_probs: number of likeliest tokens whose log-probabilities are printed next to each token's.
+        batch_size: number of texts that are read at once.
+        cache_tokens: number of tokens that the cache holds, of all texts. Default: as many as the texts need, or 1 GiB.
+        special_tokens: parse names of special tokens in texts as these tokens.
+        device: device to compute on; "auto" takes a GPU if there is one for each rank.
+        layers: kind of layers; see shardwise generate --help.
+    """
+
+    texts: str = "-"
+    temperature: Annotated[float, Range(0, 1e6, low_included=False)] = 1.0
+    top_log_probs: Annotated[int, TOP_LOG_PROBS] = 0
+    batch_size: Annotated[int, BATCH] = DEFAULT_SEQUENCES
+    cache_tokens: Annotated[int | None, SEQUENCE] = None
+    special_tokens: bool = True
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    layers: Literal["auto", "training", "inference", "fused"] = "auto"
+
+    def check_early(self) -> None:
+        super().check_early()
+        if self.texts != "-":
+            check_file(self.texts, "--texts")
+
+    def prepare(self, world_size: int) -> None:
+        from shardwise.run.commands.text_generation import open_causal
+
+        open_causal(self.checkpoint, self.adapter, world_size)
+
+    def work(self) -> None:
+        from shardwise.cli import reporting
+        from shardwise.run import score
+
+        reporting.allow_any_character()
+        note = partial(print_note, "shardwise score")
+        found = score(**self.keywords(), on_score=_show_json, on_note=note)
+        _check_answered([each.error for each in found], "texts")
 
 
 _EXIT = "/exit"

@@ -110,7 +110,8 @@ COMMANDS = {
             "--explain": "DoctorExplainArguments",
         },
     ),
-    "generate": Command("inference", "GenerateArguments", "continue a text with a trained checkpoint"),
+    "generate": Command("inference", "GenerateArguments", "continue one text, or many, with a trained checkpoint"),
+    "score": Command("inference", "ScoreArguments", "measure the log-probability of each token of your texts"),
     "chat": Command("inference", "ChatArguments", "talk with a model, by its own chat template"),
     "eval": Command("inference", "EvalArguments", "measure a model on your data: loss, perplexity, bits per byte"),
     "compare": Command(
@@ -131,7 +132,7 @@ COMMANDS = {
 _PURPOSES = {
     "first steps": ("demo", "train", "generate", "finetune", "plan"),
     "more training": ("dpo", "tokenize"),
-    "use and measure a model": ("chat", "eval"),
+    "use and measure a model": ("chat", "score", "eval"),
     "formats of others": ("import-hf", "export-hf", "import-megatron", "export-megatron"),
     "find faults": ("compare", "doctor", "conformance"),
     "this machine": ("env", "completion"),

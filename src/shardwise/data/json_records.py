@@ -42,7 +42,7 @@ def records_of_lines(lines: Iterable[str], file: Path) -> Iterator[Record]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{str(file)!r}, line {number}"
-            yield Record(where, _value_of_line(line, where))
+            yield Record(where, value_of_line(line, where))
 
 
 def records_of_json(content: str, file: Path) -> list[Record]:
@@ -151,7 +151,8 @@ def _position(content: str, offset: int) -> str:
     return f"line {line}, column {offset - content.rfind(chr(10), 0, offset)}"
 
 
-def _value_of_line(line: str, where: str) -> Any:
+def value_of_line(line: str, where: str) -> Any:
+    """Parse a line of JSON lines; raise DataError, which begins with ``where``."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
+    from shardwise.run.commands.many_texts import generate_many as generate_many, score as score
     from shardwise.run.commands.text_generation import chat as chat, generate as generate
     from shardwise.run.commands.tokenization import tokenize as tokenize
     from shardwise.run.commands.train import dpo as dpo, finetune as finetune, train as train
@@ -41,10 +42,12 @@ MODULES = {
     "fit_generation": "plan.generation",
     "fit_run": "plan.fit",
     "generate": "run.commands.text_generation",
+    "generate_many": "run.commands.many_texts",
     "import_hf": "run.commands.conversion",
     "import_megatron": "run.commands.conversion",
     "plan_generation": "plan.generation",
     "plan_run": "plan.plan",
+    "score": "run.commands.many_texts",
     "tokenize": "run.commands.tokenization",
     "train": "run.commands.train",
 }

@@ -106,6 +106,18 @@ TEMPERATURE = Range(0, 1e6)
 TOP_P = Range(0, 1, low_included=False)
 """Range of the sum of probabilities in top-p sampling."""
 
+PENALTY = Range(0, 1e6, low_included=False)
+"""Range of a repetition penalty; 1 is off."""
+
+DIFFERENCE = Range(-1e6, 1e6)
+"""Range of a presence penalty; 0 is off."""
+
+TOP_LOG_PROBS = Range(0, 1 << 24)
+"""Range of a number of most likely tokens."""
+
+DEFAULT_SEQUENCES = 32
+"""Default number of sequences that are generated at once."""
+
 FILE_GB = Range(1e-9, 1e9)
 """Range of the maximum size of a weight file, in 1e9 bytes."""
 

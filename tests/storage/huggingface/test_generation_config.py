@@ -89,12 +89,10 @@ def test_what_is_not_followed_is_said_in_a_line(tmp_path):
     neutral = {"num_beams": 1, "repetition_penalty": 1.0, "min_length": 0, "suppress_tokens": None, "min_p": 0.0}
     silent = {"transformers_version": "5", "_from_model_config": True, "pad_token_id": 3, "use_cache": True}
     assert choose(tmp_path, neutral | silent).notes == ()
-    choice = choose(
-        tmp_path, silent | {"repetition_penalty": 1.1, "num_beams": 4, "bad_words_ids": [[1]] * 999, "new": 1}
-    )
+    choice = choose(tmp_path, silent | {"typical_p": 0.9, "num_beams": 4, "bad_words_ids": [[1]] * 999, "new": 1})
     (note,) = choice.notes
     assert note.startswith(
-        "generation_config.json asks for what is not supported, and is ignored: repetition_penalty 1.1, num_beams 4, "
+        "generation_config.json asks for what is not supported, and is ignored: typical_p 0.9, num_beams 4, "
         "bad_words_ids [["
     )
     assert note.endswith("..., new 1")

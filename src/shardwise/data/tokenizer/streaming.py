@@ -58,3 +58,47 @@ class TextStream:
         piece = self._tokenizer.decode(self._window)[self._num_given :]
         self._num_given += len(piece)
         return piece
+
+
+class StoppableText:
+    """Decodes tokens one by one, up to the first of some stop strings, which is cut off.
+
+    Text that may begin a stop string is held back, so the pieces never contain a part of one that comes.
+
+    Args:
+        tokenizer, prompt_ids: see ``TextStream``.
+        stops: strings that end the text; none of them is empty.
+
+    Attributes:
+        text: all pieces so far.
+        is_stopped: True after a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
+        self._stream, self._stops, self._held = TextStream(tokenizer, prompt_ids), stops, ""
+        self.text, self.is_stopped = "", False
+
+    def push(self, token: int) -> str:
+        """Add a token; return the new piece, which may be empty."""
+        return self._piece(self._stream.push(token), is_last=False)
+
+    def finish(self) -> str:
+        """Return the remaining text, with U+FFFD for an incomplete character."""
+        return self._piece(self._stream.finish(), is_last=True)
+
+    def _piece(self, added: str, *, is_last: bool) -> str:
+        if self.is_stopped:
+            return ""
+        known = self._held + added
+        places = [place for stop in self._stops if (place := known.find(stop)) >= 0]
+        self.is_stopped = bool(places)
+        size = min(places, default=len(known))
+        if not places and not is_last:
+            # The longest end that begins a stop string.
+            size = min(
+                (start for start in range(len(known)) if any(stop.startswith(known[start:]) for stop in self._stops)),
+                default=size,
+            )
+        piece, self._held = known[:size], known[size:]
+        self.text += piece
+        return piece

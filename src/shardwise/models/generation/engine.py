@@ -212,7 +212,8 @@ class _Paged:
             chunks.append(Chunk(own.context[work.start : work.stop], work.start, own.pages, len(own.context)))
             rows += [first + row for row in work.rows]
             first += work.stop - work.start
-        row = RaggedPass(self.cache, chunks, rows)
+        # In exact mode the bits of a sequence must not depend on the others.
+        row = RaggedPass(self.cache, chunks, rows, together=self._model.config.exact_parts is None)
         logits: Tensor = self._model(row.ids, row.positions, cache=row)
         return logits.reshape(-1, logits.size(-1))
 

@@ -171,6 +171,8 @@ class RaggedPass(RowCache):
         chunks: the new tokens. Successive chunks of one token are computed together if their sequences are about
             equally long, so they should be sorted by length.
         rows: rows whose logits are needed.
+        together: whether single tokens of several sequences are computed together. Otherwise the attention of each
+            sequence is called alone, with keys from its first token on.
 
     Attributes:
         ids: ``[1, total]``, the tokens.
@@ -178,10 +180,9 @@ class RaggedPass(RowCache):
     """
 
     def __init__(
-        self, cache: PagedCache, chunks: Sequence[Chunk], rows: Sequence[int], device: torch.device | None = None
+        self, cache: PagedCache, chunks: Sequence[Chunk], rows: Sequence[int], *, together: bool = True
     ) -> None:
-        self._cache, size = cache, cache.page_size
-        device = cache.layer(1)[0].device if device is None else device
+        self._cache, size, device = cache, cache.page_size, cache.layer(1)[0].device
         places = [(chunk, place) for chunk in chunks for place in range(chunk.start, chunk.stop)]
         self.ids = torch.tensor([[token for chunk in chunks for token in chunk.ids]], device=device)
         self.positions = torch.tensor([place for _, place in places], device=device)
@@ -191,13 +192,13 @@ class RaggedPass(RowCache):
             [chunk.pages[place // size] * size + place % size for chunk, place in places], device=device
         )
 
-        def together(chunk: Chunk) -> int:
+        def kind_of(chunk: Chunk) -> int:
             # At least half of the keys that a sequence reads are then its own.
-            return cache.num_pages_for(chunk.stop).bit_length() if len(chunk.ids) == 1 else -1
+            return cache.num_pages_for(chunk.stop).bit_length() if together and len(chunk.ids) == 1 else -1
 
         self._parts: list[_Part] = []
         first = 0
-        for kind, several in groupby(chunks, together):
+        for kind, several in groupby(chunks, kind_of):
             for each in [[chunk] for chunk in several] if kind < 0 else [list(several)]:
                 self._parts.append(_Part(each, first, cache, device))
                 first = self._parts[-1].rows.stop

@@ -1,14 +1,14 @@
 """Generate text with a trained model, or chat with it through its chat template."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Annotated, Any, Literal
 
 from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import ExampleEncoder, UnusableExampleError
-from shardwise.data.tokenizer import TextStream, Tokenizer
+from shardwise.data.tokenizer import StoppableText, Tokenizer
 from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
 from shardwise.models.generation.cache import CausalModel
 from shardwise.run.commands.opened_model import (
@@ -19,15 +19,27 @@ from shardwise.run.commands.opened_model import (
     same_checkpoint,
 )
 from shardwise.run.processes.ranks import Ranks, open_ranks
-from shardwise.storage.huggingface.generation_config import GenerationChoice
-from shardwise.training.bounds import DEFAULT_TIMEOUT, SEED, STEPS, TEMPERATURE, TIMEOUT, TOP_P, checks_arguments
+from shardwise.storage.huggingface.generation_config import GenerationChoice, GenerationDefaults
+from shardwise.training.bounds import (
+    DEFAULT_TIMEOUT,
+    DIFFERENCE,
+    PENALTY,
+    SEED,
+    SHARE,
+    STEPS,
+    TEMPERATURE,
+    TIMEOUT,
+    TOP_P,
+    Checked,
+    checks_arguments,
+)
 
 RESET = "/reset"
 """The turn that starts a new conversation."""
 
 
 @dataclass(frozen=True)
-class SamplingRequest:
+class SamplingRequest(Checked):
     """The sampling parameters given by the user; None means the default of the model's files.
 
     Attributes:
@@ -35,17 +47,30 @@ class SamplingRequest:
         temperature: divisor of the logits; below 1 favours likely tokens, 0 always takes the most likely one.
         top_k: sample from this many most likely tokens; 0 is off.
         top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum; 1 is off.
+        min_p, repetition_penalty, presence_penalty: see ``models.generation.Sampling``.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    max_new_tokens: Annotated[int | None, STEPS] = None
+    temperature: Annotated[float | None, TEMPERATURE] = None
+    top_k: Annotated[int | None, STEPS] = None
+    top_p: Annotated[float | None, TOP_P] = None
+    min_p: Annotated[float | None, SHARE] = None
+    repetition_penalty: Annotated[float | None, PENALTY] = None
+    presence_penalty: Annotated[float | None, DIFFERENCE] = None
 
-    def choose(self, opened: OpenCheckpoint, tokenizer: Tokenizer, num_prompt_tokens: int) -> GenerationChoice:
+    def choose(
+        self,
+        opened: OpenCheckpoint,
+        tokenizer: Tokenizer,
+        num_prompt_tokens: int,
+        defaults: GenerationDefaults | None = None,
+    ) -> GenerationChoice:
         """Resolve the sampling parameters for a prompt. Raises ConfigError: a value is out of range."""
-        return opened.generation_defaults().choose(
-            **asdict(self),
+        return (defaults or opened.generation_defaults()).choose(
+            **{spec.name: getattr(self, spec.name) for spec in fields(SamplingRequest)},
             num_prompt_tokens=num_prompt_tokens,
             vocab_size=opened.description.vocab_size,
             eos_id=tokenizer.eos_id,
@@ -117,6 +142,10 @@ def generate(
     temperature: Annotated[float | None, TEMPERATURE] = None,
     top_k: Annotated[int | None, STEPS] = None,
     top_p: Annotated[float | None, TOP_P] = None,
+    min_p: Annotated[float | None, SHARE] = None,
+    repetition_penalty: Annotated[float | None, PENALTY] = None,
+    presence_penalty: Annotated[float | None, DIFFERENCE] = None,
+    stop: str | Sequence[str] = (),
     special_tokens: bool = True,
     seed: Annotated[int, SEED] = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -140,6 +169,11 @@ def generate(
         top_k: sample from this many most likely tokens; 0 is off. Default: 50.
         top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum; 1 is off.
             Default: 1.
+        min_p: sample from tokens whose probability is at least this share of the most likely one's. Default: 0, off.
+        repetition_penalty: divisor of the positive logits of all earlier tokens, and factor of the negative ones.
+            Default: 1, off.
+        presence_penalty: subtracted from the logits of tokens that the new text has. Default: 0, off.
+        stop: string, or several, that end the text and are no part of it.
         special_tokens: parse the names of special tokens in the prompt as special tokens.
         seed: random seed of the sampling.
         device: device of the model; "auto" takes a GPU if every rank can have one.
@@ -157,7 +191,7 @@ def generate(
         CheckpointError: the checkpoint is missing or damaged.
         DataError: the tokenizer is missing or damaged.
     """
-    request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
+    request = SamplingRequest(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty)
     with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
         task = agree(
@@ -174,7 +208,17 @@ def generate(
         show(prompt)
         choice = task.choice
         eos_ids = choice.eos_ids
-        return write(ranks, model, task.tokenizer, task.prompt_ids, choice, seed=seed, eos_ids=eos_ids, show=show)[1]
+        options: dict[str, Any] = {"seed": seed, "eos_ids": eos_ids, "show": show, "stops": checked_stops(stop)}
+        return write(ranks, model, task.tokenizer, task.prompt_ids, choice, **options)[1]
+
+
+def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the stop strings; raise ConfigError if one is empty or no string."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for each in stops:
+        if not isinstance(each, str) or not each:
+            raise ConfigError(f"stop is {each!r}; a string that ends a text has at least one character")
+    return stops
 
 
 def write(
@@ -188,13 +232,14 @@ def write(
     eos_ids: tuple[int, ...],
     show: Callable[[str], object],
     prefix: PrefixCache | None = None,
+    stops: Sequence[str] = (),
 ) -> tuple[list[int], str]:
     """Generate text and write each piece as soon as it is final, then a newline; every rank calls."""
-    stream, pieces = TextStream(tokenizer, prompt_ids), list[str]()
+    text = StoppableText(tokenizer, prompt_ids, stops)
 
-    def add(piece: str, end: str = "") -> None:
-        pieces.append(piece)
-        show(piece + end)
+    def add(token: int) -> bool:
+        show(text.push(token))
+        return text.is_stopped
 
     try:
         # No time limit: the first rank may wait for a paused terminal, and the other ranks wait with it.
@@ -206,13 +251,13 @@ def write(
                 sampling=choice.sampling,
                 seed=seed,
                 eos_id=eos_ids,
-                on_token=lambda token: add(stream.push(token)),
+                on_token=add,
                 prefix=prefix,
             )
     finally:
         # Also after Ctrl-C, so that the shell's prompt starts on a new line.
-        add(stream.finish(), "\n")
-    return new_ids, "".join(pieces)
+        show(text.finish() + "\n")
+    return new_ids, text.text
 
 
 @dataclass(frozen=True)
@@ -252,6 +297,9 @@ def chat(
     temperature: Annotated[float | None, TEMPERATURE] = None,
     top_k: Annotated[int | None, STEPS] = None,
     top_p: Annotated[float | None, TOP_P] = None,
+    min_p: Annotated[float | None, SHARE] = None,
+    repetition_penalty: Annotated[float | None, PENALTY] = None,
+    presence_penalty: Annotated[float | None, DIFFERENCE] = None,
     seed: Annotated[int, SEED] = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layers: Literal["auto", "training", "inference", "fused"] = "auto",
@@ -278,7 +326,7 @@ def chat(
         CheckpointError: see ``generate``.
         DataError: see ``generate``; also if the model has no chat template, or the template refuses every turn.
     """
-    request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
+    request = SamplingRequest(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty)
     with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
         task = agree(lambda: open_chat(checkpoint, adapter, request, ranks.world_size), group=ranks.control)

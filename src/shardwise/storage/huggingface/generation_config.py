@@ -24,7 +24,18 @@ USUAL_MAX_NEW_TOKENS = 200
 _MOST_TOKENS = 10**9
 _HIGHEST_TEMPERATURE = 1e6
 
-_READ = ("do_sample", "temperature", "top_k", "top_p", "max_new_tokens", "max_length", "eos_token_id")
+_READ = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "max_new_tokens",
+    "max_length",
+    "eos_token_id",
+)
 # These fields concern memory, speed, outputs, or other methods of generation.
 _ABOUT_OTHER_THINGS = """
 _from_model_config transformers_version bos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation
@@ -38,7 +49,6 @@ _WITHOUT_EFFECT = frozenset(_ABOUT_OTHER_THINGS.split())
 # Values other than null and false that have no effect.
 _NEUTRAL = dict.fromkeys(
     (
-        "repetition_penalty",
         "encoder_repetition_penalty",
         "num_beams",
         "num_beam_groups",
@@ -75,6 +85,9 @@ class GenerationDefaults:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
         max_new_tokens: int | None = None,
         num_prompt_tokens: int = 0,
         vocab_size: int,
@@ -92,7 +105,11 @@ class GenerationDefaults:
             heat = temperature
         elif samples is False:
             heat = 0.0
-            if unused := [name for name, value in (("--top-k", top_k), ("--top-p", top_p)) if value is not None]:
+            if unused := [
+                name
+                for name, value in (("--top-k", top_k), ("--top-p", top_p), ("--min-p", min_p))
+                if value is not None
+            ]:
                 notes.append(
                     f"{' and '.join(unused)} without --temperature: {GENERATION_CONFIG_NAME} says do_sample false, so "
                     "that the likeliest token is taken"
@@ -106,11 +123,21 @@ class GenerationDefaults:
         )
         if share == 0:
             raise self._fields.error("top_p", share, "over 0 and at most 1")
+        others = {
+            name: self._fields.get(float, name, default=getattr(USUAL_SAMPLING, name), within=(low, high))
+            if given is None
+            else given
+            for name, given, low, high in (
+                ("min_p", min_p, 0, 1),
+                ("repetition_penalty", repetition_penalty, 1e-6, 1e6),
+                ("presence_penalty", presence_penalty, -1e6, 1e6),
+            )
+        }
         eos_ids = dict.fromkeys((eos_id, *self.eos_ids()))
         if outside := [token for token in eos_ids if not 0 <= token < vocab_size]:
             notes.append(f"eos_token_id {_listed(outside)} is outside the model's {vocab_size} ids and ends no text")
         return GenerationChoice(
-            Sampling(heat, count, share),
+            Sampling(heat, count, share, **others),
             self._max_new_tokens(num_prompt_tokens) if max_new_tokens is None else max_new_tokens,
             tuple(token for token in eos_ids if token not in outside),
             tuple(notes),

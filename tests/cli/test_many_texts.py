@@ -1,0 +1,199 @@
+"""``shardwise generate`` of many prompts, and ``shardwise score``: what goes wrong with one leaves the others."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from functools import partial
+
+import pytest
+import torch
+from cli.test_generate import Run
+from run.run_processes import run_command
+
+from shardwise.cli.main import run_subcommand
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.models.generation import Sampling
+from shardwise.run import generate_many, score
+
+generate, measure = partial(run_subcommand, "generate"), partial(run_subcommand, "score")
+TOP_50 = Sampling(0.8, top_k=50)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return Run(tmp_path_factory.mktemp("run"))
+
+
+def lines_of(capsys):
+    written = capsys.readouterr()
+    return [json.loads(line) for line in written.out.splitlines()], written.err
+
+
+def test_several_prompts_are_shown_in_their_order(run, capsys):
+    arguments = [str(run.folder), "--prompt", "def f(", "--prompt", "größe", "--max-new-tokens", "20", "--n", "2"]
+    assert generate([*arguments, "--seed", "3", "--batch-size", "2"]) == 0
+    texts = [run.text(prompt, 20, TOP_50, seed=seed) for prompt in ("def f(", "größe") for seed in (3, 4)]
+    assert capsys.readouterr().out == "\n".join(texts)
+
+
+def test_json_lines_with_settings_of_their_own(run, capsys, tmp_path, monkeypatch):
+    ids = run.tokenizer.encode("def f(")
+    records = [
+        {"prompt": "größe", "seed": 7},
+        {"tokens": ids, "max_new_tokens": 3, "temperature": 0},
+        {"prompt": "x", "top_p": 0.9, "top_k": 0},
+    ]
+    content = "".join(json.dumps(each) + "\n" for each in records)
+    (tmp_path / "prompts.jsonl").write_text(content)
+    (tmp_path / "prompts.txt").write_text("größe\nx\n")
+    arguments = [str(run.folder), "--max-new-tokens", "10", "--json"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
+    for source in (tmp_path / "prompts.jsonl", "-"):
+        assert generate([*arguments, "--prompts", str(source)]) == 0
+        lines, _ = lines_of(capsys)
+        lines.sort(key=lambda line: line["prompt"])
+        expected = [
+            run.text("größe", 10, TOP_50, seed=7).removeprefix("größe"),
+            run.text("def f(", 3, Sampling(0.0)).removeprefix("def f("),
+            run.text("x", 10, Sampling(0.8, top_p=0.9)).removeprefix("x"),
+        ]
+        assert [line["text"] + "\n" for line in lines] == expected
+        assert [line["reason"] for line in lines] == ["length"] * 3
+        assert lines[1]["prompt_tokens"] == ids
+        assert run.tokenizer.decode(lines[1]["tokens"]) == lines[1]["text"]
+    assert generate([str(run.folder), "--max-new-tokens", "10", "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    assert capsys.readouterr().out == run.text("größe", 10, TOP_50) + "\n" + run.text("x", 10, TOP_50)
+
+
+def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
+    lines = [
+        '{"prompt": "x"}', '{"prompt": ', "[1]", '{"promt": "x"}', '{"prompt": 3}', '{"tokens": [1, "2"]}', "",
+        '{"tokens": [1, 9999]}', '{"prompt": "x", "topk": 3}', '{"prompt": "x", "temperature": -1}', '{"tokens": []}',
+        json.dumps({"tokens": [1] * 33}), '{"prompt": "x", "max_new_tokens": 25}', '{"prompt": "x", "stop": ""}',
+        '{"prompt": "\\ud800"}',
+    ]  # fmt: skip
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines))
+    arguments = ["--prompts", str(file), "--json", "--max-new-tokens", "2", "--cache-tokens", "16"]
+    with pytest.raises(DataError, match="12 of the prompts could not be answered; the output says why"):
+        generate([str(run.folder), *arguments])
+    found, _ = lines_of(capsys)
+    errors = {line["prompt"]: line["error"] for line in found if "error" in line}
+    # An empty prompt begins with the token that ends a text.
+    assert sorted(line["prompt"] for line in found if "error" not in line) == [0, 9]
+    for number, (line, message) in enumerate(
+        (
+            (2, "broken JSON: Expecting value at column 12"),
+            (3, "neither a JSON object nor a string but a list; it must be like"),
+            (4, "unknown setting promt"),
+            (5, "'prompt' is not a string but a number"),
+            (6, "'tokens' must be a list of integers"),
+            (8, "token id 9999 at position 1 is outside the vocabulary of 290 ids"),
+            (9, "unknown setting topk; did you mean top_k?"),
+            (10, "temperature is -1.0; it must be from 0 to"),
+            (11, ""),
+            (12, "the prompt has 33 tokens, and the model reads 32 at once"),
+            (13, "take 2 pages of 16, and the cache has 1"),
+            (14, "stop is ''"),
+            (15, "a lone surrogate"),
+        ),
+        start=1,
+    ):
+        if not message:
+            continue
+        assert errors[number].startswith(f"{str(file)!r}, line {line}: "), errors[number]
+        assert message in errors[number]
+
+
+def test_stop_strings_are_cut_off_across_tokens(run, capsys):
+    text = run.text("def f(", 30, TOP_50).removeprefix("def f(").removesuffix("\n")
+    stop = text[9:13]
+    place = text.index(stop)
+    for flags in ([], ["--json"]):
+        arguments = [str(run.folder), "--prompt", "def f(", "--max-new-tokens", "30", "--stop", "zzz", "--stop", stop]
+        assert generate([*arguments, *flags]) == 0
+        written = capsys.readouterr().out
+        if flags:
+            line = json.loads(written)
+            assert (line["text"], line["reason"]) == (text[:place], "stop")
+            assert stop in run.tokenizer.decode(line["tokens"])
+        else:
+            assert written == "def f(" + text[:place] + "\n"
+
+
+def test_log_probs_of_generation_are_those_of_scoring(run, capsys, tmp_path):
+    arguments = [str(run.folder), "--prompt", "def f(", "--prompt", "größe", "--max-new-tokens", "8", "--json"]
+    assert generate([*arguments, "--log-probs", "2", "--prompt-log-probs", "0", "--temperature", "0.7"]) == 0
+    written = capsys.readouterr().out
+    (tmp_path / "texts.jsonl").write_text(written)
+    flags = ["--texts", str(tmp_path / "texts.jsonl"), "--temperature", "0.7", "--top-log-probs", "2"]
+    assert measure([str(run.folder), *flags]) == 0
+    generated = sorted(map(json.loads, written.splitlines()), key=lambda line: line["prompt"])
+    scored, _ = lines_of(capsys)
+    scored.sort(key=lambda line: line["number"])
+    for own, again in zip(generated, scored, strict=True):
+        assert own["temperature"] == again["temperature"] == 0.7
+        assert own["tokens"] == again["tokens"]
+        assert again["log_probs"] == pytest.approx(own["log_probs"])
+        assert again["sum"] == pytest.approx(sum(own["log_probs"]))
+        for mine, theirs in zip(own["top_log_probs"], again["top_log_probs"], strict=True):
+            assert [token for token, _ in mine] == [token for token, _ in theirs]
+        assert len(own["prompt_log_probs"]) == len(own["prompt_tokens"]) - 1
+
+
+def test_scores_of_texts_and_of_completions(run):
+    whole, part, long, no_record = score(
+        run.folder,
+        ["def f(", {"prompt": "def ", "completion": "f("}, {"tokens": [1] * 33}, 3],
+        temperature=2.0,
+        device="cpu",
+    )
+    ids = run.tokenizer.encode("def f(")
+    assert whole.tokens == tuple(ids)
+    assert whole.log_probs[0] is None
+    assert whole.sum == pytest.approx(sum(each.value for each in whole.log_probs[1:]))
+    assert run.tokenizer.decode(list(part.tokens)) == "f("
+    assert all(each is not None for each in part.log_probs)
+    assert "text 3: the prompt has 33 tokens" in long.error
+    assert "text 4: neither a JSON object nor a string but a number" in no_record.error
+
+
+def test_samples_arrive_as_soon_as_they_are_done(run):
+    """What is finished before an interruption has been passed on."""
+    seen = []
+
+    def interrupt(sample):
+        seen.append(sample)
+        raise KeyboardInterrupt
+
+    prompts = [{"prompt": "x", "max_new_tokens": 12}, {"prompt": "x", "max_new_tokens": 2}]
+    with pytest.raises(KeyboardInterrupt):
+        generate_many(run.folder, prompts, device="cpu", on_sample=interrupt)
+    assert [sample.prompt for sample in seen] == [1]
+    assert len(generate_many(run.folder, prompts, device="cpu")) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "x", "--prompts", "-"], "--prompt cannot be used with --prompts"),
+        (["--log-probs", "1"], "--log-probs is printed as JSON; add --json"),
+        (["--prompts", "nowhere.jsonl"], "--prompts: 'nowhere.jsonl' does not exist"),
+        (["--stop", ""], "stop is ''"),
+        (["--n", "0"], "--n is 0; it must be from 1"),
+    ],
+)
+def test_flags_that_cannot_be(run, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        generate([str(run.folder), *flags])
+
+
+@pytest.mark.slow
+def test_the_same_texts_on_two_ranks(run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("größe\ndef f(\nx\n")
+    arguments = ["--prompts", tmp_path / "prompts.txt", "--max-new-tokens", "20", "--nproc", "2"]
+    output, _ = run_command(tmp_path, 2, "generate", run.folder, *arguments)
+    assert output == "\n".join(run.text(prompt, 20, TOP_50) for prompt in ("größe", "def f(", "x"))
+    assert torch.get_num_threads() > 0
