@@ -221,3 +221,12 @@ def test_impossible_evaluations():
         windows.batches(0)
     with pytest.raises(ConfigError, match="data-parallel rank 1 is not one of 1"):
         windows.batches(1, 1, 1)
+
+
+def test_a_part_of_held_out_rows_is_spread_and_has_its_share_of_the_bytes():
+    whole = HeldOut(WindowRows(stream_of(40), 4))
+    part = whole.part(3)
+    assert len(whole) == 10
+    assert part._indices.tolist() == [0, 3, 6]
+    assert part.bits_per_byte(3.0) == pytest.approx(whole.bits_per_byte(3.0) * whole.num_labels / part.num_labels)
+    assert whole.part(10) is whole

@@ -330,6 +330,25 @@ def test_files_of_a_run(tmp_path, monkeypatch):
     assert [("held_out_bits_per_byte" in row) for row in rows] == [False, True, True]
 
 
+def test_a_run_evaluates_after_each_tenth_on_few_samples_and_at_its_end_on_all(tmp_path, monkeypatch):
+    from shardwise.run.run import run
+    from shardwise.training.trainer import Trainer
+
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    evaluate, sizes = Trainer.evaluate, []
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda own, held_out: sizes.append(len(held_out)) or evaluate(own, held_out)
+    )
+    run(tiny_settings(tmp_path, steps=20, eval_every=None))
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] + 1 for row in rows if "held_out_bits_per_byte" in row] == list(range(2, 21, 2))
+    *few, last = sizes
+    assert set(few) == {4}, "a batch"
+    assert last > 40
+    held_out = [row["held_out_bits_per_byte"] for row in rows if "held_out_bits_per_byte" in row]
+    assert all(0.5 < value / row["bits_per_byte"] < 2 for value, row in zip(held_out, rows[1::2], strict=True))
+
+
 def test_copies_of_parameters_are_compared_every_few_steps(tmp_path, monkeypatch):
     from shardwise.run.run import run
     from shardwise.training.trainer import Trainer

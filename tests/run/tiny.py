@@ -49,6 +49,6 @@ def tiny_settings(
         model=ModelSettings(**(sizes | (model or {}))),
         parallel=ParallelSettings(tp=tp, sequence_parallel=sequence_parallel, zero=zero),
         optimizer=OptimizerSettings(**({"learning_rate": 1e-2, "warmup_steps": 3} | (optimizer or {}))),
-        training=TrainingSettings(**({"steps": 8, "global_batch_size": 4} | training)),
+        training=TrainingSettings(**({"steps": 8, "global_batch_size": 4, "eval_every": 0} | training)),
         corpus=CorpusSettings(held_out_fraction=0.05),
     )

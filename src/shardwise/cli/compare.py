@@ -28,17 +28,21 @@ class CompareArguments(Arguments):
         run_a: --out folder of a training run, or one of its checkpoints.
         run_b: the same for the other run.
         rerun: judge differences by repeating steps; --no-rerun only shows them.
+        picture: PNG or SVG file for a picture of the losses of the runs.
+        also: further runs for the picture.
     """
 
     run_a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A"), Folder("")]
     run_b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_B"), Folder("")]
     rerun: bool = True
+    picture: Annotated[str | None, Folder()] = None
+    also: tuple[str, ...] = ()
 
     def begins(self) -> str:
         return f"comparing {self.run_a} with {self.run_b}"
 
     def check_early(self) -> None:
-        for folder in (self.run_a, self.run_b):
+        for folder in (self.run_a, self.run_b, *self.also):
             if not os.path.exists(folder):
                 raise CheckpointError(no_folder(Path(folder), "give the --out of a training run"))
 
@@ -46,7 +50,12 @@ class CompareArguments(Arguments):
         from shardwise.run import compare
 
         comparison = compare(
-            self.run_a, self.run_b, rerun=self.rerun, on_repeat=lambda text: print(text, file=sys.stderr, flush=True)
+            self.run_a,
+            self.run_b,
+            rerun=self.rerun,
+            picture=self.picture,
+            also=self.also,
+            on_repeat=lambda text: print(text, file=sys.stderr, flush=True),
         )
         print("\n".join(comparison.lines))
         if not comparison.is_sound:

@@ -33,6 +33,7 @@ from shardwise.training.bounds import (
 
 if TYPE_CHECKING:
     from shardwise.run.commands.many_texts import Sample, Score
+    from shardwise.run.commands.opened_model import Evaluation
     from shardwise.run.commands.text_generation import SamplingRequest
 
 
@@ -323,7 +324,16 @@ def _errors_of_input() -> Iterator[None]:
 
 
 _OF_TASKS = {"tasks", "task_path", "num_fewshot", "limit", "chat", "output"}
-_OF_DATA = {"data", "sequence_length", "mask_prompts", "special_tokens", "text_key", "prompt_template"}
+_OF_DATA = {
+    "also",
+    "picture",
+    "data",
+    "sequence_length",
+    "mask_prompts",
+    "special_tokens",
+    "text_key",
+    "prompt_template",
+}
 
 
 @dataclass(frozen=True)
@@ -349,6 +359,8 @@ class EvalArguments(ModelArguments):
         limit: number of questions of each task; all if not given.
         chat: ask with the model's chat template.
         output: JSON file for the harness's report.
+        also: further models to measure on the same data.
+        picture: PNG or SVG file for a picture of the bits per byte of the models.
         track: experiment trackers that get the metrics; a failing one never stops the command.
         device: device to compute on; "auto" takes a GPU if there is one for each rank.
     """
@@ -366,6 +378,8 @@ class EvalArguments(ModelArguments):
     limit: Annotated[int | None, Range(1, 10**9)] = None
     chat: bool = False
     output: Annotated[str | None, Folder()] = None
+    also: tuple[str, ...] = ()
+    picture: Annotated[str | None, Folder()] = None
     track: tuple[TrackerName, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -383,18 +397,22 @@ class EvalArguments(ModelArguments):
         of_data |= {"--no-special-tokens": not self.special_tokens}
         of_data |= {"--text-key": self.text_key != CorpusSettings.text_key}
         of_data |= {"--prompt-template": self.prompt_template is not None}
+        of_data |= {"--also": bool(self.also), "--picture": self.picture is not None}
         if self.tasks and (named := [flag for flag, is_given in of_data.items() if is_given]):
             raise ConfigError(f"{named[0]} is for --data, which --tasks replaces; leave it out")
 
     def check_early(self) -> None:
         super().check_early()
+        for model in self.also:
+            check_model(model, "give the --out of a training run or one of its checkpoints")
         check_data(self.data)
         check_file(self.prompt_template, "--prompt-template")
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.text_generation import open_causal
 
-        open_causal(self.checkpoint, self.adapter, world_size)
+        for model in (self.checkpoint, *self.also):
+            open_causal(model, self.adapter, world_size)
 
     def work(self) -> None:
         given = self.keywords()
@@ -404,15 +422,26 @@ class EvalArguments(ModelArguments):
             evaluate_tasks(**{name: given[name] for name in given.keys() - _OF_DATA}, on_table=print)
             return
         from shardwise.run import evaluate
+        from shardwise.run.pictures import check_picture, draw_evaluations
 
-        keywords = {name: given[name] for name in given.keys() - _OF_TASKS}
-        measured = evaluate(**keywords, on_note=partial(print_note, "note"))
-        if not is_first_rank():
-            return
+        if self.picture is not None:
+            check_picture(self.picture)
+        keywords = {name: given[name] for name in given.keys() - _OF_TASKS - {"checkpoint", "also", "picture"}}
+        values = {}
+        for model in (self.checkpoint, *self.also):
+            measured = evaluate(model, **keywords, on_note=partial(print_note, "note"))
+            values[model] = measured.metrics["bits per byte"]
+            if is_first_rank():
+                self._print(model, measured)
+        if self.picture is not None and is_first_rank():
+            draw_evaluations(values, self.picture, title=" ".join(self.data), unit="bits per byte")
+
+    def _print(self, model: str, measured: "Evaluation") -> None:
+        if self.also:
+            print(f"model           {model}")
         for note in measured.notes:
             print(f"note            {note}")
         print(f"data            {measured.data}")
-        has_texts = "perplexity" in measured.metrics
         for name, value in measured.metrics.items():
-            unit = " nats per token" if has_texts and name == "loss" else ""
-            print(f"{name:<15} {value:.{4 if name == 'perplexity' else 6}f}{unit}")
+            unit = " nats per token" if name == "loss" else ""
+            print(f"{name:<15} {value:.{4 if name == 'perplexity' else 6}f}{unit}", flush=True)

@@ -135,8 +135,9 @@ class RunPlanArguments(SettingsArguments):
         )
 
     def work(self) -> None:
-        from shardwise.plan.picture import check_picture, draw_memory
+        from shardwise.plan.picture import draw_memory
         from shardwise.plan.report import plan_as_json, plan_as_table, rank_as_table
+        from shardwise.run.pictures import check_picture
 
         rates, limit = self.rates(), None
         if self.picture is not None:

@@ -26,7 +26,8 @@ class TrainArguments(RunArguments):
       shardwise train --data FOLDER --tp 2
     On many hosts, torchrun starts the ranks (leave out --nproc, which torchrun
     takes for its own flag unless "--" precedes it):
-      OMP_NUM_THREADS=1 torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
+      export OMP_NUM_THREADS=1
+      torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
     """
 
     settings: Annotated[Settings, tyro.conf.arg(name="")]
@@ -167,6 +168,6 @@ def demo_settings(arguments: DemoArguments) -> Settings:
         "model": {"num_layers": 2, "hidden_size": 128},
         "parallel": {"tp": arguments.tp, "pp": arguments.pp},
         "optimizer": {"learning_rate": 4e-3},
-        "training": {"steps": arguments.steps, "global_batch_size": 8, "eval_every": max(1, arguments.steps // 2)},
+        "training": {"steps": arguments.steps, "global_batch_size": 8},
     }
     return with_values(Settings, values)

@@ -269,18 +269,27 @@ class HeldOut:
         """Number of rows."""
         return len(self._indices)
 
+    def part(self, num_rows: int) -> HeldOut:
+        """Return ``num_rows`` of the rows, evenly spread; all of them if they are not more."""
+        if len(self) <= num_rows:
+            return self
+        return HeldOut(self.rows, self._indices[np.arange(num_rows) * len(self) // num_rows])
+
     @property
     def num_labels(self) -> int:
         """Number of labels that are not ignored."""
         return int(self.rows.labels[self._indices].sum())
 
     def bits_per_byte(self, total_nll: float) -> float:
-        """Return the bits per byte of the text of all rows, including the ends of documents and turns.
+        """Return the bits per byte of the text of these rows, including the ends of documents and turns.
+
+        The bytes of a part of ``rows`` are estimated by its labels.
 
         Args:
             total_nll: sum of ``-ln p(label)`` over all labels that are not ignored.
         """
-        return total_nll / math.log(2) / max(1, self.rows.num_bytes)
+        share = self.num_labels / max(1, int(self.rows.labels.sum()))
+        return total_nll / math.log(2) / max(1, self.rows.num_bytes * share)
 
     def batches(
         self, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1, *, with_lengths: bool = False

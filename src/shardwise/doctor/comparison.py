@@ -6,7 +6,7 @@ expected rounding (``doctor.compare_runs``).
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,9 +17,11 @@ from shardwise.core.json_text import shown
 from shardwise.data.json_records import counted
 from shardwise.doctor.compare_runs import JudgedResult, Judgement, OneRun, check_settings, judge
 from shardwise.run.metrics import MetricsFile, scan_metrics
+from shardwise.run.pictures import check_picture, draw_folders
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint, TensorDifference, tensor_differences
 from shardwise.storage.checkpoint.folder import checkpoints
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
+from shardwise.training.bounds import require
 
 # Fields of a row that are not results of its step.
 _SPEEDS = ("tokens_per_second", "computed_tokens_per_second", "learned_tokens_per_second", "mfu")
@@ -58,6 +60,8 @@ def compare(
     run_b: str | PathLike[str],
     *,
     rerun: bool = True,
+    picture: str | PathLike[str] | None = None,
+    also: Sequence[str | PathLike[str]] = (),
     on_repeat: Callable[[str], object] = lambda text: None,
 ) -> Comparison:
     """Compare the metrics of two runs and their checkpoints of the same steps, and judge the differences.
@@ -69,6 +73,8 @@ def compare(
         run_a: ``--out`` of a run, or a checkpoint, which has no metrics.
         run_b: ``--out`` or a checkpoint of the other run.
         rerun: whether to judge differences.
+        picture: PNG or SVG file for a picture of the losses of the runs, drawn first.
+        also: further runs, which only the picture has.
         on_repeat: callback for a message, called when steps are repeated.
 
     Returns:
@@ -76,13 +82,17 @@ def compare(
         ``"different"``.
 
     Raises:
-        ConfigError: the runs have no step in common.
+        ConfigError: the runs have no step in common, or there is nothing to draw or no matplotlib.
         CheckpointError: a checkpoint is damaged.
         DataError: a line of metrics cannot be read and is not a truncated last line.
     """
     for folder in (Path(run_a), Path(run_b)):
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; give the --out of a training run, or one of its checkpoints")
+    require(picture is not None or not also, "--also is for --picture, which is not given; give it")
+    if picture is not None:
+        check_picture(picture)
+        draw_folders([run_a, run_b, *also], picture)
     notes = list[str]()
     has_metrics = not any(_is_checkpoint(Path(folder)) for folder in (run_a, run_b))
     runs = _read(Path(run_a), notes, has_metrics=has_metrics), _read(Path(run_b), notes, has_metrics=has_metrics)

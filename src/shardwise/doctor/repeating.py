@@ -197,7 +197,7 @@ def _steps(
         reported, others = metrics_of(session, result)
         found.rows[step] = reported | others
         if step in evaluated:
-            found.rows[step] |= trainer.evaluate(session.data.held_out)
+            found.rows[step] |= trainer.evaluate(session.held_out_after(step + 1))
         if step + 1 in kept:
             trainer.wait_for_weights()
             found.states[step + 1] = {

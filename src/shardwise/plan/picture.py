@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
-from shardwise.core.atomic_files import check_output, write_output
-from shardwise.core.errors import ConfigError
 from shardwise.plan.plan import Plan, RankPlan
-from shardwise.run.metrics import import_pyplot
+from shardwise.run.pictures import check_picture, import_pyplot, save_picture
 from shardwise.run.quantities import shown_bytes
 
-_FORMATS = (".png", ".svg")
 _STATE = ("weights", "gradients", "masters", "optimizer", "others")
 _TITLES = {"masters": "fp32 copies", "others": "other tensors"}
 _COLOURS = {"forward": "C0", "backward": "C1"}
 # Parts without products, such as the update, are as wide as this share of a micro-batch.
 _NARROWEST = 0.02
-
-
-def check_picture(path: str) -> None:
-    """Raise ConfigError unless a file can be written, and its name ends in a known format."""
-    if Path(path).suffix not in _FORMATS:
-        raise ConfigError(f"--picture {path} is no picture; its name must end in {' or '.join(_FORMATS)}")
-    check_output(path, flag="--picture")
 
 
 def draw_memory(plan: Plan, path: str, *, limit: int | None = None) -> None:
@@ -73,10 +61,7 @@ def draw_memory(plan: Plan, path: str, *, limit: int | None = None) -> None:
     axes.set(xlim=(0, left), ylim=(0, 1.12 * max([*peaks, (limit or 0) / scale])))
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    written = io.BytesIO()
-    figure.savefig(written, dpi=120, format=Path(path).suffix[1:])
-    pyplot.close(figure)
-    write_output(path, lambda file: file.write(written.getvalue()), flag="--picture")
+    save_picture(pyplot, figure, path)
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,16 @@ from pathlib import Path
 
 from shardwise.core.atomic_files import write_atomically
 from shardwise.core.communication.agreement import agree
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.folder_lock import FolderLock
 from shardwise.core.processes import clear_leftovers
 from shardwise.models.generation.cache import CausalModel
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
 from shardwise.run.checkpoints import begin_save
-from shardwise.run.metrics import draw_loss, read_metrics
+from shardwise.run.metrics import read_metrics
 from shardwise.run.out_of_memory import memory_for_copies
+from shardwise.run.pictures import draw_runs
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.tasks.task import Outcome, Session
 from shardwise.storage.checkpoint import PendingSave, Snapshot
@@ -117,10 +118,16 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
             notes.append(f"no {what}: {type(error).__name__}{': ' if reason else ''}{reason}")
 
     def draw() -> None:
-        rows, title = read_metrics(session.out / "metrics.jsonl"), session.data.name
-        of, path = session.trainer.objective, session.out / "loss.png"
-        if note := draw_loss(rows, path, references=references, title=title, curves=of.curves, unit=of.unit):
-            notes.append(note)
+        runs, of, title = (
+            {"": read_metrics(session.out / "metrics.jsonl")},
+            session.trainer.objective,
+            session.data.name,
+        )
+        path = session.out / "loss.png"
+        try:
+            draw_runs(runs, path, title=title, references=references, curves=of.curves, unit=of.unit)
+        except ConfigError as error:
+            notes.append(str(error))
 
     attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.data.held_out_bytes)))
     if session.ranks.is_first:

@@ -1,4 +1,4 @@
-"""Write a run's metrics: ``metrics.jsonl`` and a plot of the loss.
+"""Write a run's metrics to ``metrics.jsonl``.
 
 The progress display shows step, loss, bits per byte, tokens per second and remaining time, as a bar on a terminal and
 as lines in a log.
@@ -7,11 +7,9 @@ as lines in a log.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -104,83 +102,6 @@ class MetricsWriter:
         # What cannot be written raised an error in ``write``.
         with suppress(OSError):
             self._file.close()
-
-
-def import_pyplot() -> Any:
-    """Return matplotlib's pyplot, for pictures in files."""
-    # matplotlib logs a warning about each folder that it cannot write to.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except (Exception, SystemExit) as error:  # an optional package can fail in any way
-        raise ConfigError(
-            f"no picture: matplotlib cannot be imported ({error}); pip install 'shardwise[plots]'"
-        ) from error
-    return pyplot
-
-
-def draw_loss(
-    rows: Sequence[Mapping[str, Any]],
-    path: Path,
-    *,
-    references: Mapping[str, float],
-    title: str,
-    curves: tuple[str, str] = ("bits_per_byte", "held_out_bits_per_byte"),
-    unit: str = "bits per byte",
-) -> str | None:
-    """Plot two metrics over the steps, one of the training batches and one of held-out data; and loads of experts.
-
-    Args:
-        rows: rows of ``metrics.jsonl``.
-        path: PNG file to write.
-        references: horizontal lines, by name, in the same unit.
-        title: title of the plot.
-        curves: names of the two metrics.
-        unit: unit of both metrics.
-
-    Returns:
-        None, or the reason why there is no plot: matplotlib is not installed.
-    """
-    try:
-        pyplot = import_pyplot()
-    except ConfigError as error:
-        return str(error)
-    loads = [(row["step"], row["expert_load_min"], row["expert_load_max"]) for row in rows if "expert_load_max" in row]
-    size = (8, 7.5 if loads else 4.5)
-    figure, panels = pyplot.subplots(2 if loads else 1, figsize=size, layout="constrained", sharex=True, squeeze=False)
-    axes = panels[0, 0]
-    for key, label, style in (
-        (curves[0], "training batch", {"linewidth": 1.0, "alpha": 0.7}),
-        (curves[1], "held-out data", {"marker": "o", "linewidth": 2.0}),
-    ):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    for number, (name, value) in enumerate(references.items()):
-        axes.axhline(value, linestyle="--", linewidth=1.0, color=f"C{number + 2}", label=f"{name}: {value:.2f}")
-    axes.set(xlabel="step", ylabel=unit)
-    # Escape dollar signs of file names, which would start a formula.
-    axes.set_title(title, parse_math=False)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    if loads:
-        axes.set_xlabel(None)
-        below = panels[1, 0]
-        below.fill_between(*zip(*loads, strict=True), alpha=0.5, label="experts, from the least to the most loaded")
-        below.axhline(1.0, linestyle="--", linewidth=1.0, color="C1", label="equal loads")
-        below.set(xlabel="step", ylabel="load, over the mean", ylim=(0, None))
-        below.grid(alpha=0.3)
-        below.legend()
-    with warnings.catch_warnings():
-        # The font may lack characters of the title.
-        warnings.simplefilter("ignore")
-        write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png"))
-    pyplot.close(figure)
-    return None
 
 
 _SECONDS_BETWEEN_LINES = 5.0

@@ -193,7 +193,7 @@ class _Training(StepHooks):
             session.trainer.check_copies(done)
         last = done == settings.steps
         signum = self._agreed() if last else 0
-        if (last or _is_due(done, settings.eval_every)) and not signum:
+        if (last or _is_due(done, settings.evaluation_interval)) and not signum:
             self._held_out = self._evaluate(done)
             values |= self._held_out
         if metrics is not None:
@@ -283,7 +283,7 @@ class _Training(StepHooks):
 
     def _evaluate(self, done: int) -> dict[str, float]:
         with self.signals.unhurried(), self.session.ranks.phase("measuring", limited=True):
-            values = self.session.trainer.evaluate(self.session.data.held_out)
+            values = self.session.trainer.evaluate(self.session.held_out_after(done))
         for value in values.values():
             if not math.isfinite(value):
                 raise DivergenceError(f"the loss on held-out text is {value} after {done} steps")

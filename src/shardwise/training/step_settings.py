@@ -213,7 +213,8 @@ class TrainingSettings(Checked, prefix="training."):
         micro_batch_size: number of samples per forward and backward on a rank; if not given, all samples of the rank at
             once, or one with pipeline stages.
         seed: seed of initial weights, the order of samples, and dropout.
-        eval_every: number of steps between evaluations on the held-out text; 0 evaluates only at the end.
+        eval_every: number of steps between evaluations on the held-out data; 0 evaluates only at the end. If not given,
+            a tenth of the steps, with so few of the data before the end that evaluations take little time.
         save_every: number of steps between checkpoints; 0 saves only by save_minutes and at the end.
         save_minutes: minutes between checkpoints, which are saved at the end of a step; 0 saves only by save_every and
             at the end. SIGTERM, SIGINT (Ctrl-C) and SIGHUP save a checkpoint and end the run.
@@ -238,7 +239,7 @@ class TrainingSettings(Checked, prefix="training."):
     global_batch_size: Annotated[int, bounds.BATCH, tyro.conf.arg(aliases=("--batch-size",))] = 16
     micro_batch_size: Annotated[int | None, bounds.BATCH] = None
     seed: Annotated[int, bounds.SEED] = 1234
-    eval_every: Annotated[int, bounds.STEPS] = 0
+    eval_every: Annotated[int | None, bounds.STEPS] = None
     save_every: Annotated[int, bounds.STEPS] = 0
     # At most ten years.
     save_minutes: Annotated[float, Range(0, 5_000_000)] = 10.0
@@ -249,6 +250,11 @@ class TrainingSettings(Checked, prefix="training."):
     tensorboard: bool = False
     loss: Literal["plain", "linear_fused"] = "linear_fused"
     rng: Literal["per_rank", "global"] = "global"
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Number of steps between evaluations; 0 for none before the end."""
+        return max(1, self.steps // 10) if self.eval_every is None else self.eval_every
 
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]

@@ -23,7 +23,7 @@ _LARGEST_README = 16 << 20
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 _LICENCE = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*)$", re.MULTILINE)
 # Settings that do not matter to the model's users, such as paths and speed.
-_LEFT_OUT = ("base", "out", "data", "held_out", "resume", "lora_from")
+_LEFT_OUT = ("base", "out", "data", "held_out", "resume", "lora_from", "track")
 
 
 def model_card(

@@ -20,7 +20,7 @@ from shardwise.core.communication.overlap import OverlapMethod, Pass
 from shardwise.core.errors import CheckpointError
 from shardwise.core.json_text import shown
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import DataLoader
+from shardwise.data import DataLoader, HeldOut
 from shardwise.data.json_records import counted
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks
@@ -125,6 +125,16 @@ class Session:
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
         return self.out / "checkpoints"
+
+    def held_out_after(self, done: int) -> HeldOut:
+        """Return the held-out data to measure after ``done`` steps: all at the end, and if ``eval_every`` is given.
+
+        Else it is at most a fifth of the samples since the last evaluation, whose forward costs a few percent of them.
+        """
+        training = self.settings.training
+        if training.eval_every is not None or done == training.steps:
+            return self.data.held_out
+        return self.data.held_out.part(max(1, training.evaluation_interval // 5) * training.global_batch_size)
 
 
 @dataclass(frozen=True)
