@@ -8,14 +8,16 @@ from shardwise.models.generation.cache import (
 )
 from shardwise.models.generation.engine import (
     BatchEngine as BatchEngine,
-    Generated as Generated,
-    LogProb as LogProb,
-    Request as Request,
     generate_all as generate_all,
 )
 from shardwise.models.generation.generation import (
     generate as generate,
     sequence_log_probs as sequence_log_probs,
+)
+from shardwise.models.generation.requests import (
+    Generated as Generated,
+    LogProb as LogProb,
+    Request as Request,
 )
 from shardwise.models.generation.sampling import (
     GREEDY as GREEDY,

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.core.communication.agreement import check_same
 from shardwise.core.errors import ConfigError
-from shardwise.models.by_plan.model import PlannedCache, PlannedModel
+from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.generation.cache import CausalModel, kind_of_cache, layer_sizes
 from shardwise.models.generation.generation import check_arguments, checked_model, evaluation_mode, own_part
-from shardwise.models.generation.paged_cache import Chunk, PagedCache, RaggedPass
+from shardwise.models.generation.paged_cache import PagedCache
+from shardwise.models.generation.requests import Generated, LogProb, Request
 from shardwise.models.generation.sampling import (
     History,
     Sampling,
@@ -28,11 +28,9 @@ from shardwise.models.generation.sampling import (
     choose_next_token,
     likeliest_ids,
 )
+from shardwise.models.generation.sequences import PagedStore, PlannedStore, RunningSequence, SequenceStore, Work
 from shardwise.models.gpt import GPT
 from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs
-
-SAMPLED = Sampling()
-"""Sampling from the model's distribution."""
 
 PAGE_SIZE = 16
 """Default number of tokens of a page."""
@@ -42,210 +40,6 @@ CHUNK_SIZE = 512
 
 # Bytes of a cache whose size is not given, on the rank that needs the most.
 _BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to continue.
-
-    Attributes:
-        prompt_ids: token ids, at most ``max_sequence_length`` of them. If empty, the model starts from the first of
-            ``eos_ids``.
-        max_new_tokens: maximum number of tokens to generate; 0 only measures the prompt.
-        sampling: sampling parameters.
-        seed: random seed, from 0 to 2**63 - 1; the text of a seed does not depend on other requests.
-        eos_ids: tokens that end the text.
-        log_probs: number of most likely tokens whose log-probabilities are returned next to those of the text's tokens;
-            None for no log-probabilities.
-        prompt_log_probs: the same for the prompt's tokens.
-        temperature: divisor of the logits in log-probabilities; that of ``sampling`` if None, or 1 if that is 0.
-        on_token: called with each token of the text, but not with the one that ends it, on every rank. A result that is
-            true ends the text; it must be the same on every rank.
-    """
-
-    prompt_ids: Sequence[int]
-    max_new_tokens: int
-    sampling: Sampling = SAMPLED
-    seed: int = 0
-    eos_ids: Sequence[int] = ()
-    log_probs: int | None = None
-    prompt_log_probs: int | None = None
-    temperature: float | None = None
-    on_token: Callable[[int], object] | None = None
-
-    @property
-    def start(self) -> list[int]:
-        """The tokens before the text."""
-        return list(self.prompt_ids or self.eos_ids[:1])
-
-    def most_tokens(self, longest: int) -> int:
-        """Return the maximum number of cached tokens, with a model that reads ``longest`` at once."""
-        # The last token is not read.
-        return min(longest, len(self.start) + max(0, self.max_new_tokens - 1))
-
-    @property
-    def measured_at(self) -> float:
-        """The temperature of log-probabilities."""
-        return (self.sampling.temperature or 1.0) if self.temperature is None else self.temperature
-
-
-class LogProb(NamedTuple):
-    """The log-probability of a token, and those of the most likely ones: their ids and values, the highest first.
-
-    It is that of the softmax of all logits divided by the temperature, before penalties, top-k, top-p and min-p.
-    """
-
-    value: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass
-class Generated:
-    """The continuation of a prompt.
-
-    Attributes:
-        token_ids: the new tokens, with the one that ended the text.
-        reason: why it ended: ``"end"`` by a token of ``eos_ids``, ``"stop"`` by ``on_token``, or ``"length"``.
-        log_probs: those of ``token_ids``; empty if not asked for.
-        prompt_log_probs: those of the prompt's tokens but the first; empty if not asked for.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    reason: Literal["end", "stop", "length"] = "length"
-    log_probs: list[LogProb] = field(default_factory=list)
-    prompt_log_probs: list[LogProb] = field(default_factory=list)
-
-    @property
-    def text_ids(self) -> list[int]:
-        """The new tokens without the one that ended the text."""
-        return self.token_ids[:-1] if self.reason == "end" else self.token_ids
-
-
-class _Sequence:
-    """A request in the engine: the tokens that the next one depends on, how many are cached, and the result."""
-
-    def __init__(self, number: int, request: Request, longest: int, device: torch.device) -> None:
-        self.number, self.request, self.result = number, request, Generated()
-        self.most_tokens = request.most_tokens(longest)
-        self.context, self.num_cached, self.pages = request.start, 0, list[int]()
-        self.prompt_length = len(self.context)
-        self.cache: PlannedCache | None = None
-        kind = device if device.type == "cuda" else "cpu"
-        self.generator = torch.Generator(device=kind).manual_seed(request.seed)
-
-    def unmeasured(self, start: int, stop: int) -> range:
-        """Return the positions from ``start`` to ``stop`` whose logits measure the prompt's next token, once."""
-        if self.request.prompt_log_probs is None:
-            return range(0)
-        return range(max(start, len(self.result.prompt_log_probs)), min(stop, self.prompt_length - 1))
-
-
-class Work(NamedTuple):
-    """Tokens of a sequence that a pass reads: those of its context from ``start`` to ``stop``."""
-
-    sequence: _Sequence
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> list[int]:
-        """The positions, counted from ``start``, whose logits are needed."""
-        own = self.sequence
-        rows = [position - self.start for position in own.unmeasured(self.start, self.stop)]
-        if self.chooses and self.stop - self.start - 1 not in rows:
-            rows.append(self.stop - self.start - 1)
-        return rows
-
-    @property
-    def chooses(self) -> bool:
-        """True if the pass chooses a token."""
-        own = self.sequence
-        return self.stop == len(own.context) and own.request.max_new_tokens > 0
-
-
-class _Store(Protocol):
-    """Where a kind of model keeps what it has read of sequences."""
-
-    def extend_(self, sequence: _Sequence, length: int, others: Sequence[_Sequence] = ()) -> bool:
-        """Make room for ``length`` tokens of a sequence; return False if that leaves too little for others to grow."""
-        ...
-
-    def release_(self, sequence: _Sequence) -> None:
-        """Forget a sequence."""
-        ...
-
-    def refusal(self, length: int) -> str | None:
-        """Return why a sequence of some length never has room; None if it has."""
-        ...
-
-    def logits(self, works: Sequence[Work]) -> Tensor:
-        """Read tokens; return the logits of all rows, ``[n, v/t]`` or ``[n, v]``."""
-        ...
-
-
-class _Paged:
-    """Pages for a GPT, which reads the tokens of all sequences in one row."""
-
-    def __init__(self, model: GPT, num_pages: int, page_size: int) -> None:
-        self._model, self.cache = model, PagedCache.for_model(model, num_pages=num_pages, page_size=page_size)
-
-    def extend_(self, sequence: _Sequence, length: int, others: Sequence[_Sequence] = ()) -> bool:
-        spare = sum(self.cache.num_pages_for(other.most_tokens) > len(other.pages) for other in others)
-        return self.cache.extend_(sequence.pages, length, spare=spare)
-
-    def release_(self, sequence: _Sequence) -> None:
-        self.cache.release_(sequence.pages)
-
-    def refusal(self, length: int) -> str | None:
-        cache = self.cache
-        if (needed := cache.num_pages_for(length)) <= cache.num_pages:
-            return None
-        return (
-            f"it may have {length} tokens, which take {needed} pages of {cache.page_size}, and the cache has "
-            f"{cache.num_pages}; raise the capacity of the cache to at least {length} tokens, or lower max_new_tokens"
-        )
-
-    def logits(self, works: Sequence[Work]) -> Tensor:
-        chunks, rows, first = [], list[int](), 0
-        for work in works:
-            own = work.sequence
-            chunks.append(Chunk(own.context[work.start : work.stop], work.start, own.pages, len(own.context)))
-            rows += [first + row for row in work.rows]
-            first += work.stop - work.start
-        # In exact mode the bits of a sequence must not depend on the others.
-        row = RaggedPass(self.cache, chunks, rows, together=self._model.config.exact_parts is None)
-        logits: Tensor = self._model(row.ids, row.positions, cache=row)
-        return logits.reshape(-1, logits.size(-1))
-
-
-class _Planned:
-    """Caches of transformers for a model that is split by its own plan, which reads one sequence after the other."""
-
-    def __init__(self, model: PlannedModel) -> None:
-        self._model = model
-
-    def extend_(self, sequence: _Sequence, length: int, others: Sequence[_Sequence] = ()) -> bool:
-        return True
-
-    def release_(self, sequence: _Sequence) -> None:
-        sequence.cache = None
-
-    def refusal(self, length: int) -> str | None:
-        return None
-
-    def logits(self, works: Sequence[Work]) -> Tensor:
-        return torch.cat([self._logits(work) for work in works])
-
-    def _logits(self, work: Work) -> Tensor:
-        own, device = work.sequence, next(self._model.parameters()).device
-        if own.cache is None or work.start == 0:
-            own.cache = PlannedCache(self._model)
-        ids = torch.tensor([own.context[work.start : work.stop]], device=device)
-        positions = torch.arange(work.start, work.stop, device=device)
-        if work.rows == [work.stop - work.start - 1]:
-            return self._model.next_logits(ids, positions, cache=own.cache)
-        logits: Tensor = self._model(ids, positions, cache=own.cache)
-        return logits[work.rows, 0]
 
 
 class BatchEngine:
@@ -286,17 +80,17 @@ class BatchEngine:
             if size < 1:
                 raise ConfigError(f"{name} of a BatchEngine is {size}; it must be at least 1")
         self._device = next(model.parameters()).device
-        self._store: _Store
+        self._store: SequenceStore
         if isinstance(model, PlannedModel):
-            self._store, self._max_sequences, self._chunk_size = _Planned(model), 1, model.max_sequence_length
+            self._store, self._max_sequences, self._chunk_size = PlannedStore(model), 1, model.max_sequence_length
         else:
             capacity = self._usual_capacity(model, max_sequences) if capacity is None else capacity
-            self._store = _Paged(model, -(-capacity // page_size), page_size)
+            self._store = PagedStore(model, -(-capacity // page_size), page_size)
             self._max_sequences, self._chunk_size = max_sequences, chunk_size
         # Keys that were rotated for a length cannot be computed again when the text is longer.
         self._reserves = model.depends_on_length
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []
         self._num_added = 0
 
     @staticmethod
@@ -312,7 +106,7 @@ class BatchEngine:
     @property
     def cache(self) -> PagedCache | None:
         """The cache of a GPT; None for a model by a plan."""
-        return self._store.cache if isinstance(self._store, _Paged) else None
+        return self._store.cache if isinstance(self._store, PagedStore) else None
 
     @property
     def is_idle(self) -> bool:
@@ -362,7 +156,8 @@ class BatchEngine:
         self._num_added = numbers.stop
         longest = self.model.max_sequence_length
         self._waiting.extend(
-            _Sequence(number, request, longest, self._device) for number, request in zip(numbers, requests, strict=True)
+            RunningSequence(number, request, longest, self._device)
+            for number, request in zip(numbers, requests, strict=True)
         )
         return numbers
 
@@ -403,7 +198,7 @@ class BatchEngine:
 
     def schedule(self) -> list[Work]:
         """Choose the tokens of the next pass, and make room for them in the cache."""
-        works: dict[_Sequence, Work] = {}
+        works: dict[RunningSequence, Work] = {}
         for sequence in list(self._running):
             if sequence.num_cached == len(sequence.context) - 1 and self._has_room(sequence, works):
                 works[sequence] = Work(sequence, sequence.num_cached, sequence.num_cached + 1)
@@ -423,12 +218,12 @@ class BatchEngine:
         return sorted(works.values(), key=lambda work: (work.stop - work.start > 1, work.stop, work.sequence.number))
 
     @staticmethod
-    def _read_chunk(sequence: _Sequence, left: int, works: dict[_Sequence, Work]) -> int:
+    def _read_chunk(sequence: RunningSequence, left: int, works: dict[RunningSequence, Work]) -> int:
         start = sequence.num_cached
         works[sequence] = Work(sequence, start, min(len(sequence.context), start + left))
         return works[sequence].stop - start
 
-    def _has_room(self, sequence: _Sequence, works: dict[_Sequence, Work]) -> bool:
+    def _has_room(self, sequence: RunningSequence, works: dict[RunningSequence, Work]) -> bool:
         """Make room for a sequence's tokens; take the pages of younger ones if need be, or its own."""
         if sequence not in self._running:
             return False
@@ -503,7 +298,7 @@ class BatchEngine:
             self._store.release_(sequence)
         return [(sequence.number, sequence.result) for sequence in done]
 
-    def _ends(self, sequence: _Sequence, token: int) -> bool:
+    def _ends(self, sequence: RunningSequence, token: int) -> bool:
         """Add a token to a sequence; return whether its text ends."""
         request, result = sequence.request, sequence.result
         result.token_ids.append(token)

@@ -1,0 +1,141 @@
+"""Sequences that the engine continues, and where each kind of model keeps what it has read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.models.by_plan.model import PlannedCache, PlannedModel
+from shardwise.models.generation.paged_cache import Chunk, PagedCache, RaggedPass
+from shardwise.models.generation.requests import Generated, Request
+from shardwise.models.gpt import GPT
+
+
+class RunningSequence:
+    """A request in the engine: the tokens that the next one depends on, how many are cached, and the result."""
+
+    def __init__(self, number: int, request: Request, longest: int, device: torch.device) -> None:
+        self.number, self.request, self.result = number, request, Generated()
+        self.most_tokens = request.most_tokens(longest)
+        self.context, self.num_cached, self.pages = request.start, 0, list[int]()
+        self.prompt_length = len(self.context)
+        self.cache: PlannedCache | None = None
+        kind = device if device.type == "cuda" else "cpu"
+        self.generator = torch.Generator(device=kind).manual_seed(request.seed)
+
+    def unmeasured(self, start: int, stop: int) -> range:
+        """Return the positions from ``start`` to ``stop`` whose logits measure the prompt's next token, once."""
+        if self.request.prompt_log_probs is None:
+            return range(0)
+        return range(max(start, len(self.result.prompt_log_probs)), min(stop, self.prompt_length - 1))
+
+
+class Work(NamedTuple):
+    """Tokens of a sequence that a pass reads: those of its context from ``start`` to ``stop``."""
+
+    sequence: RunningSequence
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> list[int]:
+        """The positions, counted from ``start``, whose logits are needed."""
+        own = self.sequence
+        rows = [position - self.start for position in own.unmeasured(self.start, self.stop)]
+        if self.chooses and self.stop - self.start - 1 not in rows:
+            rows.append(self.stop - self.start - 1)
+        return rows
+
+    @property
+    def chooses(self) -> bool:
+        """True if the pass chooses a token."""
+        own = self.sequence
+        return self.stop == len(own.context) and own.request.max_new_tokens > 0
+
+
+class SequenceStore(Protocol):
+    """Where a kind of model keeps what it has read of sequences."""
+
+    def extend_(self, sequence: RunningSequence, length: int, others: Sequence[RunningSequence] = ()) -> bool:
+        """Make room for ``length`` tokens of a sequence; return False if that leaves too little for others to grow."""
+        ...
+
+    def release_(self, sequence: RunningSequence) -> None:
+        """Forget a sequence."""
+        ...
+
+    def refusal(self, length: int) -> str | None:
+        """Return why a sequence of some length never has room; None if it has."""
+        ...
+
+    def logits(self, works: Sequence[Work]) -> Tensor:
+        """Read tokens; return the logits of all rows, ``[n, v/t]`` or ``[n, v]``."""
+        ...
+
+
+class PagedStore:
+    """Pages for a GPT, which reads the tokens of all sequences in one row."""
+
+    def __init__(self, model: GPT, num_pages: int, page_size: int) -> None:
+        self._model, self.cache = model, PagedCache.for_model(model, num_pages=num_pages, page_size=page_size)
+
+    def extend_(self, sequence: RunningSequence, length: int, others: Sequence[RunningSequence] = ()) -> bool:
+        spare = sum(self.cache.num_pages_for(other.most_tokens) > len(other.pages) for other in others)
+        return self.cache.extend_(sequence.pages, length, spare=spare)
+
+    def release_(self, sequence: RunningSequence) -> None:
+        self.cache.release_(sequence.pages)
+
+    def refusal(self, length: int) -> str | None:
+        cache = self.cache
+        if (needed := cache.num_pages_for(length)) <= cache.num_pages:
+            return None
+        return (
+            f"it may have {length} tokens, which take {needed} pages of {cache.page_size}, and the cache has "
+            f"{cache.num_pages}; raise the capacity of the cache to at least {length} tokens, or lower max_new_tokens"
+        )
+
+    def logits(self, works: Sequence[Work]) -> Tensor:
+        chunks, rows, first = [], list[int](), 0
+        for work in works:
+            own = work.sequence
+            chunks.append(Chunk(own.context[work.start : work.stop], work.start, own.pages, len(own.context)))
+            rows += [first + row for row in work.rows]
+            first += work.stop - work.start
+        # In exact mode the bits of a sequence must not depend on the others.
+        row = RaggedPass(self.cache, chunks, rows, together=self._model.config.exact_parts is None)
+        logits: Tensor = self._model(row.ids, row.positions, cache=row)
+        return logits.reshape(-1, logits.size(-1))
+
+
+class PlannedStore:
+    """Caches of transformers for a model that is split by its own plan, which reads one sequence after the other."""
+
+    def __init__(self, model: PlannedModel) -> None:
+        self._model = model
+
+    def extend_(self, sequence: RunningSequence, length: int, others: Sequence[RunningSequence] = ()) -> bool:
+        return True
+
+    def release_(self, sequence: RunningSequence) -> None:
+        sequence.cache = None
+
+    def refusal(self, length: int) -> str | None:
+        return None
+
+    def logits(self, works: Sequence[Work]) -> Tensor:
+        return torch.cat([self._logits(work) for work in works])
+
+    def _logits(self, work: Work) -> Tensor:
+        own, device = work.sequence, next(self._model.parameters()).device
+        if own.cache is None or work.start == 0:
+            own.cache = PlannedCache(self._model)
+        ids = torch.tensor([own.context[work.start : work.stop]], device=device)
+        positions = torch.arange(work.start, work.stop, device=device)
+        if work.rows == [work.stop - work.start - 1]:
+            return self._model.next_logits(ids, positions, cache=own.cache)
+        logits: Tensor = self._model(ids, positions, cache=own.cache)
+        return logits[work.rows, 0]
