@@ -99,6 +99,17 @@ def test_files_of_megatron_are_read_and_the_same_bytes_written(tmp_path):
     dataset = datasets.IndexedDataset(str(HERE / "small"))
     assert [each.tolist() for each in dataset[3:]] == [[], [7, 8, 9]]
     assert (dataset[-1].tolist(), datasets.IndexedDataset.exists(str(HERE / "none"))) == ([7, 8, 9], False)
+    # As Megatron's program that merges files.
+    builder = datasets.IndexedDatasetBuilder(str(tmp_path / "merged.bin"), dtype=dataset.index.dtype)
+    for _ in range(2):
+        builder.add_index(str(HERE / "small"))
+    builder.finalize(str(tmp_path / "merged.idx"))
+    merged = datasets.IndexedDataset(str(tmp_path / "merged"))
+    assert [each.tolist() for each in merged[:]] == [each.tolist() for each in dataset[:]] * 2
+    lengths, documents = dataset.index.sequence_lengths.tolist(), dataset.index.document_indices.tolist()
+    assert merged.index.sequence_lengths.tolist() == lengths * 2
+    assert merged.index.document_indices.tolist() == documents + [documents[-1] + each for each in documents[1:]]
+    assert merged.index.sequence_pointers[len(dataset)] == (HERE / "small.bin").stat().st_size
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
