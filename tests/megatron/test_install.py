@@ -283,3 +283,18 @@ def test_the_example_of_the_guide_runs():
     examples = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (example,) = [example for example in examples if "megatron.install()" in example]
     run("-W", "error", "-c", example)
+
+
+def test_the_null_tokenizer_of_older_examples_is_there_unless_its_package_is_installed(tmp_path, monkeypatch):
+    shardwise.megatron.install()
+    older = importlib.import_module("megatron.training.tokenizer.tokenizer")._NullTokenizer(7)
+    shardwise.megatron.uninstall()
+    assert (older.vocab_size, older.eod, older.tokenize("3 4")) == (8, 7, [3, 4])
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "__init__.py").write_text("own = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    shardwise.megatron.install()
+    assert importlib.import_module("megatron.training").own == 1
+    for name in ("megatron.training", "megatron"):
+        sys.modules.pop(name)
+    shardwise.megatron.uninstall()

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.megatron.aliases import MEGATRON, PACKAGES, SHORT
+from shardwise.megatron.aliases import MEGATRON, PACKAGES, SHORT, TRAINING
 
 # All prefixes of other names.
 _PARENTS = {name[:end] for name in (*MEGATRON, *PACKAGES) for end, sign in enumerate(name) if sign == "."}
@@ -51,7 +51,10 @@ def install(*, rng: str = "global") -> None:
     set_default_rng = importlib.import_module(_RANDOM).set_default_rng
     set_default_rng(rng)
     modules: dict[str, ModuleType] = {}
+    left_out = TRAINING if PathFinder.find_spec(TRAINING, _folders()) else " "
     for name in _PACKAGES:
+        if name.startswith(left_out):
+            continue
         # Imported packages next to megatron.core are attributes of the earlier one.
         package = sys.modules.get(name) or ModuleType(name, "An alias of Shardwise; see shardwise.megatron.")
         # Without a folder, missing modules of Megatron Core are not found even if it is installed.
@@ -62,7 +65,8 @@ def install(*, rng: str = "global") -> None:
         package.__getattr__ = _absent_in(PACKAGES.get(name, ()))  # type: ignore[method-assign]
         modules[name] = package
     for name, target in MEGATRON.items():
-        modules[name] = importlib.import_module(target)
+        if not name.startswith(left_out):
+            modules[name] = importlib.import_module(target)
     for name, module in modules.items():
         parent, _, child = name.rpartition(".")
         # A function may have the name of its module.

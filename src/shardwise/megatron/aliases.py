@@ -96,6 +96,9 @@ MEGATRON |= {
     f"megatron.{name}": f"shardwise.megatron.{name}"
     for name in ("initialize", "mpu", "mpu.initialize", "mpu.layers", "mpu.mappings", "mpu.random", "mpu.utils")
 }
+# The null tokenizer of older examples, unless the rest of its package is installed.
+TRAINING = "megatron.training"
+MEGATRON[f"{TRAINING}.tokenizer.tokenizer"] = f"{_CORE}.tokenizers"
 MEGATRON |= {f"megatron.mpu.{name}": f"{_CORE}.tensor_parallel.{name}" for name in ("cross_entropy", "data")}
 
 # Megatron's packages that define names themselves, with the modules here that have these names.

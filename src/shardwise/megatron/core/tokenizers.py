@@ -51,6 +51,13 @@ class NullTokenizer:
         return OrderedDict({"class": kind, "vocab_size": self.vocab_size, "eod_id": self.eod, "pad_id": self.pad})
 
 
+class _NullTokenizer(NullTokenizer):
+    """The older class: ``vocab_size`` does not count the end of a document."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(int(vocab_size) + 1)
+
+
 class MegatronTokenizer:
     """Holder of ``from_pretrained``, which makes a tokenizer."""
 
