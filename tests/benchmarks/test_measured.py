@@ -10,6 +10,7 @@ from typing import Any
 
 import context
 import data_parallel
+import decode
 import doctor_cost
 import exact
 import experts
@@ -46,6 +47,11 @@ def check_context(result: Result, sizes: dict[str, int]) -> None:
 def check_experts(result: Result, sizes: dict[str, int]) -> None:
     assert result["sizes"] == dataclasses.asdict(ExpertSizes(**sizes))
     check_timed(result, EXPERT_VARIANTS, experts.RATIOS)
+
+
+def check_decode(result: Result, sizes: dict[str, int]) -> None:
+    assert result["sizes"] == dataclasses.asdict(decode.DecodeSizes(**sizes))
+    check_timed(result, decode.VARIANTS, decode.RATIOS)
 
 
 def check_alike(result: Result, sizes: dict[str, int], variants: Any, ratios: Any) -> None:
@@ -108,6 +114,14 @@ CASES: dict[str, tuple[ModuleType, list[str], dict[str, int], Callable[[Result, 
         | {"num_groups": 2, "sequence_length": 24, "packed_length": 32, "num_documents": 4},
         check_context,
         "packed / dense mask",
+    ),
+    "decode": (
+        decode,
+        [],
+        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_groups": 2, "ffn_hidden_size": 48, "vocab_size": 320}
+        | {"prompt_length": 5, "new_tokens": 4, "batch_size": 3, "long_prompt_length": 40},
+        check_decode,
+        "gain of a batch",
     ),
     "experts": (
         experts,
