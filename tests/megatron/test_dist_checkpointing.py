@@ -1,5 +1,6 @@
 """Megatron's save and load: plain values and tensors come back at any layout, and other libraries' folders are told."""
 
+import copy
 import logging
 from collections import namedtuple
 
@@ -16,6 +17,13 @@ from shardwise.megatron.core.checkpoint_strategies import (
     TorchDistSaveShardedStrategy,
 )
 from shardwise.megatron.core.optimizer import _shards_in
+from shardwise.megatron.core.state_dicts import (
+    dict_list_map_inplace,
+    dict_list_map_outplace,
+    diff,
+    extract_matching_values,
+    nested_values,
+)
 from shardwise.megatron.dist_checkpointing import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -207,6 +215,28 @@ def test_strategies_change_nothing_and_entries_come_from_a_folder(group, tmp_pat
         get_default_save_sharded_strategy("zarr")
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         get_default_load_sharded_strategy(tmp_path / "other")
+
+
+def test_states_are_mapped_divided_and_compared():
+    state = {"a": [1, {"b": 2, "c": []}], "d": {"e": 4, 7: "x"}, "f": {}}
+    assert dict_list_map_outplace(str, state) == {"a": ["1", {"b": "2", "c": []}], "d": {"e": "4", 7: "x"}, "f": {}}
+    assert state["a"][0] == 1
+    doubled = copy.deepcopy(state)
+    assert dict_list_map_inplace(lambda value: 2 * value, doubled) is doubled
+    assert doubled == {"a": [2, {"b": 4, "c": []}], "d": {"e": 8, 7: "xx"}, "f": {}}
+    assert [*nested_values(state)] == [1, 2, 4, "x"]
+    is_even = lambda value: value in (2, 4)  # noqa: E731
+    found, rest = extract_matching_values(state, is_even)
+    assert (found, rest) == ({"a": [{"b": 2}], "d": {"e": 4}}, {"a": [1, {"c": []}], "d": {7: "x"}, "f": {}})
+    assert extract_matching_values(state, is_even, return_lists_as_dicts=True)[0]["a"] == {1: {"b": 2}}
+    other = {"a": [1, {"b": 3, "c": [0]}], "d": {"e": torch.ones(2)}, "g": 1}
+    assert diff(state, other)[0] == [("f",), ("d", 7)]
+    assert sorted(diff(state, other)[1]) == [("a", 1, "c", 0), ("g",)]
+    assert sorted(diff(state, other)[2]) == [(("a", 1, "b"), int, int), (("d", "e"), int, torch.Tensor)]
+    tensors = [{"w": torch.ones(2)}, {"w": torch.ones(2)}, {"w": torch.ones(3)}, {"w": 2 * torch.ones(2)}]
+    assert [len(diff(tensors[0], each)[2]) for each in tensors] == [0, 0, 1, 1]
+    with pytest.raises(ConfigError, match="got a int; give a dict or a list"):
+        extract_matching_values(3, is_even)
 
 
 PLAIN = {

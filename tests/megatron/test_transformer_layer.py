@@ -15,6 +15,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_parts import (
     MLP,
+    Attention,
     DotProductAttention,
     FusedLayerNorm,
     MLPSubmodules,
@@ -326,6 +327,12 @@ def test_what_a_layer_does_not_have_is_refused(case):
 def test_an_mlp_is_dense():
     with pytest.raises(ConfigError, match=r"is_expert=True; it is dense here"):
         MLP(config_of(), is_expert=True)
+
+
+def test_attention_of_its_own_is_no_subclass_of_the_base():
+    with pytest.raises(ConfigError, match=r"^Own is a subclass of Attention, which has no parts here; derive it from"):
+        type("Own", (Attention,), {})(config_of(), layer_number=1)
+    assert issubclass(SelfAttention, Attention)
 
 
 def test_where_a_stage_s_layers_begin():

@@ -50,6 +50,7 @@ pipeline_parallel.stages - pipeline_parallel.utils
 process_groups_config megatron.process_groups_config =
 services - config config_logger fp8_utils msc_utils package_info typed_torch
 sharded_entries - dist_checkpointing.mapping dist_checkpointing.utils
+state_dicts - dist_checkpointing.dict_utils
 symmetric_exchanges megatron.symmetric_exchanges inference.communication.torch_symm_triton
 tensor_parallel tensor_parallel =
 tensor_parallel.attributes tensor_parallel.private_names

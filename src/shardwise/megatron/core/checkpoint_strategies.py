@@ -54,7 +54,9 @@ class FullyParallelSaveStrategyWrapper(_Strategy):
         parallelization_group, options: no effect.
     """
 
-    def __init__(self, strategy: Any, parallelization_group: ProcessGroup | None = None, **options: Any) -> None:
+    def __init__(
+        self, strategy: Any, parallelization_group: ProcessGroup | None = None, *_: Any, **options: Any
+    ) -> None:
         super().__init__()
         self.base_strategy, self.parallelization_group = strategy, parallelization_group
 

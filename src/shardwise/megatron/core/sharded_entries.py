@@ -16,6 +16,7 @@ from shardwise.core.sharding.balanced import Interval
 from shardwise.core.sharding.param_layout import Replicas
 from shardwise.core.sharding.pieces import Piece, boxes_of_interval, shape_only
 from shardwise.megatron.absent import HasInstances, absent_names
+from shardwise.megatron.core.state_dicts import _items, dict_list_map_inplace
 from shardwise.megatron.surface import offer
 
 __getattr__ = absent_names("dist_checkpointing.utils")
@@ -246,11 +247,9 @@ class ShardedObject(ShardedBase):
 
 def apply_factories(sharded_state_dict: Any) -> None:
     """Replace the factories in nested dicts and lists by the states that they build, in place."""
-    for place, item in _places(sharded_state_dict):
-        if isinstance(item, ShardedTensorFactory):
-            sharded_state_dict[place] = item.build()
-        else:
-            apply_factories(item)
+    dict_list_map_inplace(
+        lambda item: item.build() if isinstance(item, ShardedTensorFactory) else item, sharded_state_dict
+    )
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
@@ -269,19 +268,13 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     """
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
-    for place, item in _places(x2):
+    for place, item in _items(x2) if isinstance(x2, (dict, list)) else []:
         try:
             part = x1[place]
         except (LookupError, TypeError) as error:
             raise CheckpointError(f"the state has nothing at {[*key, place]}, where a factory is to join it") from error
         x1[place] = apply_factory_merges(part, item, (*key, place))
     return x1
-
-
-def _places(state: Any) -> list[tuple[Any, Any]]:
-    if isinstance(state, Mapping):
-        return list(state.items())
-    return list(enumerate(state)) if isinstance(state, list) else []
 
 
 def entries_in(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -314,7 +314,13 @@ class _CalledAsMegatrons:
 
 
 class Attention:
-    """Base class of attention, for ``isinstance``."""
+    """Base class of attention, for ``isinstance``; a program's own subclass raises ConfigError when it is made."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ConfigError(
+            f"{type(self).__name__} is a subclass of Attention, which has no parts here; derive it from SelfAttention, "
+            "or from MegatronModule with parts of its own"
+        )
 
 
 class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule, Attention):
