@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from examples.test_grpo import run_grpo
 from run.run_processes import hashes, run_command, run_commands, run_in_processes
 from storage.adapters.reference_steps import CLIP, DECAY, STEPS, WARMUP, reference_losses
 from storage.adapters.tiny_models import with_adapters
@@ -105,6 +106,17 @@ def test_adapters_learn_as_with_peft(
     session = opened(settings)
     losses = [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
     assert losses == pytest.approx(json.loads((adapted / "losses.json").read_text()), rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_three_steps_of_reinforcement_learning(
+    group: dist.ProcessGroup, smollm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine heads, three of keys and values, on two ranks that sample: no exact mode, but ratios of about 1."""
+    rewards, ratios = run_grpo(monkeypatch, str(smollm), "--steps", "3", "--prompts", "4", "--samples", "4")
+    if group.rank() == 0:
+        assert len(rewards) == 3
+        assert 0 < max(ratios) < 1e-2
 
 
 @pytest.mark.ranks(4)
