@@ -15,7 +15,7 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.core import timers
 from shardwise.megatron.core.functions import FusedScaleMaskSoftmax, SoftmaxOne
 from shardwise.megatron.core.models.vision import MultimodalProjector, VisionModule
-from shardwise.megatron.core.transformer.multi_token_prediction import router_gating_linear
+from shardwise.megatron.core.transformer.multi_token_prediction import get_default_pg_collection, router_gating_linear
 from shardwise.megatron.core.transformer.transformer_block import TransformerBlock
 from shardwise.megatron.layer_parts import MLPSubmodules
 from shardwise.megatron.layer_specs import (
@@ -142,6 +142,15 @@ def test_a_projector_maps_features_of_another_width(group):
     assert VisionModule(config).config is config
     with pytest.raises(ConfigError, match="projector_type is 'conv'; it must be 'mlp' or 'affine'"):
         MultimodalProjector(config, MLPSubmodules(), "conv", 5)
+
+
+@pytest.mark.ranks(2)
+def test_groups_of_experts_are_those_of_the_topology(group):
+    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
+    groups = get_default_pg_collection()
+    sizes = {name: value.size() for name, value in vars(groups).items()}
+    assert sizes == {"tp": 1, "cp": 1, "ep": 2, "expt_tp": 1, "expt_dp": 1, "tp_ep": 2, "tp_cp": 1, "tp_dp_cp": 2}
+    assert groups.ep is parallel_state.get_expert_model_parallel_group()
 
 
 def test_logits_of_a_router_are_computed_in_its_dtype():

@@ -12,10 +12,13 @@ from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.transformer.router_replay import RouterReplay
 from shardwise.megatron.surface import offer
 
 __getattr__ = absent_names("transformer.multi_token_prediction", "transformer.moe.moe_utils")
+
+_GROUPS_OF_EXPERTS = "ep tp cp expt_tp expt_dp tp_ep tp_cp tp_dp_cp"
 
 
 def roll_tensor(
@@ -217,6 +220,11 @@ def topk_routing_with_score_function(
         weights = weights * scaling_factor
     is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
     return torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits)), is_chosen
+
+
+def get_default_pg_collection() -> ProcessGroupCollection:
+    """Return the groups of experts and their tokens in the ambient topology; raise NotInitializedError without one."""
+    return ProcessGroupCollection.use_mpu_process_groups(_GROUPS_OF_EXPERTS.split())
 
 
 def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
