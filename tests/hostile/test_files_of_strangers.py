@@ -21,6 +21,8 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.training import TrainArguments
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.run.processes.ranks import open_ranks
+from shardwise.storage.huggingface import config_from_json
+from shardwise.storage.huggingface.architectures import ARCHITECTURES
 
 _MOST_BYTES = 200 << 20
 
@@ -180,6 +182,22 @@ def test_json_that_no_program_wrote(folders: Folders, text: str) -> None:
             found = outcome(_read(folders, what))
         assert isinstance(found, str), path.name
         assert path.name in found, found
+
+
+# Model types that transformers computes.
+BY_PLAN = ("arcee", "cohere2", "dots1", "ernie4_5", "glm")
+
+
+@pytest.mark.parametrize("model_type", sorted({*ARCHITECTURES, *BY_PLAN}))
+def test_sizes_that_no_model_has_are_named_before_anything_is_made_of_them(model_type: str) -> None:
+    """No list of all layers, and no function of a size."""
+    architecture = ARCHITECTURES.get(model_type)
+    names = [architecture.settings[each].name for each in ("num_layers", "hidden_size")] if architecture else []
+    for name in names or ["num_hidden_layers", "hidden_size"]:
+        for value in (10**12, 2**70, *((-1, 0) if architecture else ())):
+            with little_memory(), pytest.raises(ConfigError, match=rf"\b{name} is {value}; it must be from"):
+                # Without embeddings of each layer, which Gemma 4 has by default, ours is not taken.
+                config_from_json({"model_type": model_type, "hidden_size_per_layer_input": 0, name: value})
 
 
 def test_settings_of_a_stranger(tmp_path: Path) -> None:

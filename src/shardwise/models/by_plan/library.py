@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,8 @@ _SIZES = {
     "max_sequence_length": ("max_position_embeddings", "max_seq_len", "n_positions"),
 }
 _REQUIRED = ("num_layers", "hidden_size", "vocab_size")
+# Largest numbers of fields with these words in their names.
+_MOST = {"size|dim|position|length|embd": 1 << 30, "expert": 1 << 13, "layer|head": 1 << 16}
 # The longest sequence of a model without a maximum, such as one without attention.
 _UNBOUNDED = 1 << 20
 
@@ -213,6 +216,7 @@ def _explained(text: str, where: str) -> Any:
 
 def _read(text: str) -> Any:
     values = _without_code(json.loads(text))
+    _check_numbers(values)
     known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     model_type = values.get("model_type")
     if model_type not in known:
@@ -227,6 +231,17 @@ def _read(text: str) -> Any:
             )
         )
     return known[model_type].from_dict(values)
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a number that would take transformers time or memory, such as for a list of layers."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _check_numbers(value)
+        most = next((most for words, most in _MOST.items() if re.search(words, name)), math.inf)
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, int | float) and not -most <= each <= most:
+                raise ConfigError(f"{name} is {shown(each)}; it must be from {-most:,} to {most:,}")
 
 
 def _without_code(value: Any) -> Any:

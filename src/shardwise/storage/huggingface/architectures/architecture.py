@@ -111,6 +111,10 @@ class Architecture:
         for name, value in self.required.items():
             fields.require(name, value)
         values = {name: setting.read(fields) for name, setting in self.settings.items()}
+        # Others are read with lists of all layers, and with functions of sizes.
+        for name in ("num_layers", "num_attention_heads", "hidden_size"):
+            if name in values and not 1 <= values[name] <= _LARGEST[name]:
+                raise fields.error(self.settings[name].name, values[name], f"from 1 to {_LARGEST[name]:,}")
         values = {**_USUAL, **self.fixed, **values, **self.read_others(fields, values)}
         for name, largest in _LARGEST.items():
             if not 1 <= values[name] <= largest:
