@@ -103,8 +103,15 @@ def local_name(name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=["dp 2", "tp 2", "pp 2"])
+@pytest.mark.parametrize(
+    ("tp", "pp", "rms"),
+    [
+        pytest.param(1, 1, False, marks=pytest.mark.slow, id="dp 2"),
+        pytest.param(2, 1, False, id="tp 2"),
+        pytest.param(2, 1, True, marks=pytest.mark.slow, id="tp 2, RMSNorm"),
+        pytest.param(1, 2, True, id="pp 2, RMSNorm"),
+    ],
+)
 def test_norms_in_linear_layers_compute_what_those_before_them_do(group, tp, pp, rms):
     parallel_state.initialize_model_parallel(tp, pp)
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": tp > 1}
@@ -135,8 +142,12 @@ def test_norms_in_linear_layers_compute_what_those_before_them_do(group, tp, pp,
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("tp", "zero", "experts"),
-    [(1, False, {}), (2, False, {}), (1, True, EXPERTS), (2, False, EXPERTS)],
-    ids=["dp 2", "tp 2", "ep 2, zero", "tp 2, experts"],
+    [
+        pytest.param(1, True, {}, marks=pytest.mark.slow, id="zero"),
+        pytest.param(2, False, {}, id="tp 2"),
+        pytest.param(1, True, EXPERTS, id="ep 2, zero"),
+        pytest.param(2, False, EXPERTS, marks=pytest.mark.slow, id="tp 2, experts"),
+    ],
 )
 def test_checkpoints_open_under_both_names(group, tp, zero, experts, tmp_path):
     parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=2 // tp if experts else 1)
@@ -163,7 +174,14 @@ def test_checkpoints_open_under_both_names(group, tp, zero, experts, tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 2, 1), (2, 1, 2), (2, 2, 1)], ids=["ep 2", "tp 2", "tp 2, ep 2"])
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp"),
+    [
+        pytest.param(1, 2, 1, id="ep 2"),
+        pytest.param(2, 1, 2, marks=pytest.mark.slow, id="tp 2"),
+        pytest.param(2, 2, 1, marks=pytest.mark.slow, id="tp 2, ep 2"),
+    ],
+)
 def test_each_expert_has_its_weights(group, tp, ep, etp):
     parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     options = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, **EXPERTS}
