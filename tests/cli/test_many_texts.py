@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,3 +198,32 @@ def test_the_same_texts_on_two_ranks(run, tmp_path):
     output, _ = run_command(tmp_path, 2, "generate", run.folder, *arguments)
     assert output == "\n".join(run.text(prompt, 20, TOP_50) for prompt in ("größe", "def f(", "x"))
     assert torch.get_num_threads() > 0
+
+
+@pytest.mark.slow
+def test_exact_log_probabilities_on_two_ranks_and_on_one(tmp_path):
+    folder = Path(__file__).parents[1] / "data/old_runs/exact"
+    exact = ("--exact", "--exact-parts", "2", "--device", "cpu")
+    (tmp_path / "prompts.txt").write_text("3 things: grass\nWhat\nsnow and coal\n")
+    flags = ("--prompts", tmp_path / "prompts.txt", "--max-new-tokens", "9", "--json", "--log-probs", "0")
+    output, _ = run_command(tmp_path, 2, "generate", folder, *flags, *exact)
+    (tmp_path / "texts.jsonl").write_text(output)
+    scored, notes = run_command(tmp_path, 1, "score", folder, "--texts", tmp_path / "texts.jsonl", *exact)
+    assert "layers: those of training, exact" in notes
+    written, scores = ([json.loads(line) for line in each.splitlines()] for each in (output, scored))
+    assert len(written) == 3
+    for text, own in zip(written, sorted(scores, key=lambda each: each["number"]), strict=True):
+        assert own["log_probs"] == text["log_probs"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--exact"], r"--exact has no exact form of training\.dtype float64"),
+        (["--exact", "--exact-parts", "6"], "parallel.exact-parts is 6; it must be a power of two"),
+        (["--exact-parts", "2"], "--exact-parts 2 is for exact generation, and --exact is off"),
+    ],
+)
+def test_exact_generation_is_refused_in_the_words_of_training(run, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        generate([str(run.folder), "--device", "cpu", *flags])

@@ -91,6 +91,32 @@ def test_stages_and_precisions(group: dist.ProcessGroup, smollm: Path) -> None:
         assert_close_to(model(ids).transpose(0, 1), dense, rtol_of_norm=RTOL)
 
 
+@pytest.mark.ranks(2)
+def test_exact_log_probs(group: dist.ProcessGroup, smollm: Path) -> None:
+    """Those that one rank generates have the bits of a training forward of two stages."""
+    prompt = load_file(smollm.parent / "expected.safetensors")["ids"][0, :SHORT].tolist()
+    requests = [Request(prompt, 9, seed=1, log_probs=0, prompt_log_probs=0), Request(prompt[:7], 30, log_probs=0)]
+    plain, exact = (
+        generate_all(load_pretrained(smollm, groups=groups_of(1, 1), **options), requests)[0]
+        for options in ({}, {"exact_parts": 8})
+    )
+    found, others = (
+        torch.tensor([each.value for each in (*of.prompt_log_probs, *of.log_probs)]) for of in (exact, plain)
+    )
+    text = torch.tensor([[*prompt, *exact.token_ids]])
+    model = load_pretrained(smollm, groups=groups_of(1, 2), exact_parts=8)
+    labels = text[:, 1:]
+    if model.pre_process:
+        dist.send(model(text[:, :-1]).detach(), 1)
+        return
+    hidden = torch.empty(labels.size(1), 1, 576)
+    dist.recv(hidden, 0)
+    model.set_input_tensor(hidden)
+    expected = -model(text[:, :-1], labels=labels)[0].detach()
+    assert_bit_equal(found, expected)
+    assert not torch.equal(others, expected), "without exact bits differ"
+
+
 @pytest.fixture
 def minilm(tmp_path: Path) -> Path:
     """The folder; what transformers computes for three sentences is in ``expected.safetensors``."""

@@ -154,6 +154,9 @@ def test_exact_runs_have_the_same_bits(smollm: Path, text: Path, tmp_path: Path)
         for code, _, error in run_commands(tmp_path, [("finetune", smollm, *flags)] * tp):
             assert code == 2
             assert reason in error
+        for code, _, error in run_commands(tmp_path, [("generate", smollm, "--exact", "--device", "cpu")] * tp):
+            assert code == 2
+            assert reason in error
 
 
 TASK = """

@@ -17,8 +17,10 @@ from shardwise.run.settings import CorpusSettings, TrackerName
 from shardwise.training.bounds import (
     BATCH,
     DEFAULT_BATCH,
+    DEFAULT_PARTS,
     DEFAULT_SEQUENCES,
     DIFFERENCE,
+    PARTS,
     PENALTY,
     SEED,
     SEQUENCE,
@@ -57,6 +59,28 @@ class ModelArguments(SplitArguments):
         check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
         if self.adapter is not None:
             check_model(self.adapter)
+
+
+@dataclass(frozen=True)
+class ExactArguments(SplitArguments):
+    """Arguments of exact generation.
+
+    Attributes:
+        exact: compute as shardwise train --exact does, so that log-probabilities have the bits of a training forward of
+            the whole text, at every number of ranks. It takes longer.
+        exact_parts: with --exact, number of parts into which sums are cut; as in training.
+    """
+
+    exact: bool = False
+    exact_parts: Annotated[int, PARTS] = DEFAULT_PARTS
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.exact_parts != DEFAULT_PARTS and not self.exact:
+            raise ConfigError(
+                f"--exact-parts {self.exact_parts} is for exact generation, and --exact is off; add --exact, or leave "
+                "--exact-parts out"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,7 +124,7 @@ class GeneratingArguments(ModelArguments):
 
 
 @dataclass(frozen=True)
-class GenerateArguments(GeneratingArguments):
+class GenerateArguments(ExactArguments, GeneratingArguments):
     """Continue texts with a model from shardwise train, demo, finetune or import-hf, or from a Hugging Face folder.
 
     The same seed gives the same text on any number of ranks, and whatever other prompts there are.
@@ -217,7 +241,7 @@ def _check_answered(errors: Sequence[str | None], what: str) -> None:
 
 
 @dataclass(frozen=True)
-class ScoreArguments(ModelArguments):
+class ScoreArguments(ExactArguments, ModelArguments):
     """Measure the log-probability of each token of your texts, and their sum; prints a line of JSON for each text.
 
     Attributes:

@@ -118,6 +118,12 @@ TOP_LOG_PROBS = Range(0, 1 << 24)
 DEFAULT_SEQUENCES = 32
 """Default number of sequences that are generated at once."""
 
+PARTS = Range(1, 1024)
+"""Range of the number of parts into which exact runs cut sums."""
+
+DEFAULT_PARTS = 8
+"""Default number of parts into which exact runs cut sums."""
+
 FILE_GB = Range(1e-9, 1e9)
 """Range of the maximum size of a weight file, in 1e9 bytes."""
 

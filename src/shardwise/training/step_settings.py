@@ -69,7 +69,7 @@ class ParallelSettings(Checked, prefix="parallel."):
     fsdp: Annotated[bool, tyro.conf.arg(aliases=("--fsdp",))] = False
     zero: Annotated[int, Range(0, 1), tyro.conf.arg(aliases=("--zero",))] = 0
     exact: Annotated[bool, tyro.conf.arg(aliases=("--exact",))] = False
-    exact_parts: Annotated[int, Range(1, 1024), tyro.conf.arg(aliases=("--exact-parts",))] = 8
+    exact_parts: Annotated[int, bounds.PARTS, tyro.conf.arg(aliases=("--exact-parts",))] = bounds.DEFAULT_PARTS
     ep: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--ep",))] = 1
     etp: Annotated[int | None, bounds.RANKS, tyro.conf.arg(aliases=("--etp",))] = None
     ep_comm_type: Annotated[Literal["auto", "all_gather", "a2a"], tyro.conf.arg(aliases=("--ep-comm-type",))] = "auto"

@@ -10,7 +10,7 @@ from models.test_exact import KINDS
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
-from shardwise.models.generation import PreallocatedCache
+from shardwise.models.generation import BatchEngine, PreallocatedCache, Request
 from shardwise.models.generation.generation import evaluation_mode
 from shardwise.models.gpt import GPT
 from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs
@@ -98,6 +98,31 @@ def test_generation_has_the_bits_of_training(group, case, dtype):
         other.destroy()
     for topology in (alone, split):
         topology.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_texts_that_join_and_leave(group, dtype):
+    """Prompts of several lengths, in chunks and in two orders, have the bits of a training forward of each text."""
+    alone, split = Topology.create(tp=1, etp=1), Topology.create(tp=2, etp=1)
+    trainer = made("llama", split, dtype, exact_parts=8, sequence_parallel=True)
+    # The longest begins its second block of keys.
+    prompts = [text[:length].tolist() for text, length in zip(texts(4), [1, 40, 509, 133], strict=True)]
+    requests = [Request(prompt, 6, seed=3, log_probs=0, prompt_log_probs=0) for prompt in prompts]
+    for topology, order, limits in (
+        (alone, [0, 1, 2, 3], {"max_sequences": 3, "chunk_size": 64}),
+        (split, [2, 0, 3, 1], {"max_sequences": 2, "chunk_size": 500, "page_size": 7}),
+    ):
+        engine = BatchEngine(made("llama", topology, dtype, exact_parts=8), **limits)
+        for index, result in engine.run([requests[number] for number in order]):
+            prompt = prompts[order[index]]
+            text = torch.tensor([[*prompt, *result.token_ids]])
+            whole = torch.nn.functional.pad(text, (0, -(text.size(1) - 1) % 8))
+            found = torch.tensor([[each.value for each in (*result.prompt_log_probs, *result.log_probs)]])
+            assert found.size(1) == len(prompt) + 5
+            assert_bit_equal(found, trained(trainer, whole)[:, : found.size(1)], name=f"prompt {order[index]}")
+    for each in (alone, split):
+        each.destroy()
 
 
 @pytest.mark.slow

@@ -316,6 +316,10 @@ def on_layers(model: C, layers: Literal["auto", "training", "inference", "fused"
         return model, "those of transformers"
     if layers == "training":
         return model, "those of training, as asked for"
+    if model.config.exact_parts is not None:
+        if layers != "auto":
+            raise ConfigError(f"layers {layers!r} cannot be used with --exact, whose layers are those of training")
+        return model, "those of training, exact"
     try:
         view = inference_view(model, fused=layers == "fused")
     except ConfigError as error:

@@ -14,17 +14,19 @@ from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError, DataError, ShardwiseError
 from shardwise.data.json_records import check_text, keys_of, kind_of, value_of_line
 from shardwise.data.tokenizer import StoppableText, Tokenizer
-from shardwise.models.generation import Generated, LogProb, Request, on_layers
+from shardwise.models.generation import Generated, LogProb, Request
 from shardwise.models.generation.cache import CausalModel
 from shardwise.models.generation.engine import engine_for
 from shardwise.run.commands.opened_model import OpenCheckpoint, same_checkpoint
-from shardwise.run.commands.text_generation import SamplingRequest, checked_stops, open_causal
+from shardwise.run.commands.text_generation import SamplingRequest, checked_stops, load_to_generate, open_causal
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.training.bounds import (
     BATCH,
+    DEFAULT_PARTS,
     DEFAULT_SEQUENCES,
     DEFAULT_TIMEOUT,
     DIFFERENCE,
+    PARTS,
     PENALTY,
     SEED,
     SEQUENCE,
@@ -150,6 +152,8 @@ def generate_many(
     seed: Annotated[int, SEED] = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layers: Literal["auto", "training", "inference", "fused"] = "auto",
+    exact: bool = False,
+    exact_parts: Annotated[int, PARTS] = DEFAULT_PARTS,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_sample: Callable[[Sample], object] | None = None,
     on_note: Callable[[str], object] | None = None,
@@ -219,7 +223,7 @@ def generate_many(
                     _stopping(text),
                 )
                 asked.append(_Asked(request, text, prompt.text, number, index, where))
-        model = _load(opened, ranks, layers, notes, on_note)
+        model = _load(opened, ranks, layers, exact_parts if exact else None, notes, on_note)
 
         def finish(index: int, result: Generated) -> None:
             own = asked[index]
@@ -264,6 +268,8 @@ def score(
     special_tokens: bool = True,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layers: Literal["auto", "training", "inference", "fused"] = "auto",
+    exact: bool = False,
+    exact_parts: Annotated[int, PARTS] = DEFAULT_PARTS,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_score: Callable[[Score], object] | None = None,
     on_note: Callable[[str], object] | None = None,
@@ -304,7 +310,7 @@ def score(
                 continue
             request = Request(ids, 0, prompt_log_probs=top_log_probs, temperature=temperature)
             requests.append((request, first, number, where))
-        model = _load(opened, ranks, layers, {}, on_note)
+        model = _load(opened, ranks, layers, exact_parts if exact else None, {}, on_note)
 
         def finish(index: int, result: Generated) -> None:
             request, first, number, _ = requests[index]
@@ -457,12 +463,11 @@ def _load(
     opened: OpenCheckpoint,
     ranks: Ranks,
     layers: Literal["auto", "training", "inference", "fused"],
+    exact_parts: int | None,
     notes: Mapping[str, None],
     on_note: Callable[[str], object] | None,
 ) -> CausalModel:
-    model = opened.load_model(ranks)
-    assert isinstance(model, CausalModel)
-    model, kind = on_layers(model, layers)
+    model, kind = load_to_generate(opened, ranks, layers, exact_parts)
     for line in (*notes, f"layers: {kind}"):
         ranks.on_first(on_note)(line)
     return model

@@ -2,11 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from shardwise.core.communication.agreement import agree, decide
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.json_text import shown
 from shardwise.core.sharded_state import sharded_state_dict
-from shardwise.core.topology import Groups
+from shardwise.core.topology import Groups, Topology
 from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
 from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.config import ModelConfig
@@ -90,9 +91,12 @@ class OpenCheckpoint:
         beside = None if self.adapter is None else ChatTemplate.load(self.adapter)
         return beside or ChatTemplate.load(self.folder)
 
-    def load_model(self, ranks: Ranks) -> Model:
-        """Load the model and its adapters, if any, split over all ranks; every rank calls."""
-        model = self._load_weights(ranks)
+    def load_model(self, ranks: Ranks, *, exact_parts: int | None = None) -> Model:
+        """Load the model and its adapters, if any, split over all ranks; every rank calls.
+
+        ``exact_parts`` makes it exact (``ModelConfig.exact_parts``).
+        """
+        model = self._load_weights(ranks, exact_parts)
         if self.adapter is not None:
             if self.config is not None:
                 architecture = self.config.architecture
@@ -106,23 +110,28 @@ class OpenCheckpoint:
             load_adapter_(model, self.adapter, architecture)
         return model
 
-    def _load_weights(self, ranks: Ranks) -> Model:
+    def _load_weights(self, ranks: Ranks, exact_parts: int | None) -> Model:
+        groups = Groups(tp=ranks.world)
+        exact: dict[str, Any] = {} if exact_parts is None else {"exact_parts": exact_parts}
+        if exact_parts is not None:
+            # Exact arithmetic is that of a group, and has whole experts.
+            groups = Groups.of(Topology.create(tp=ranks.world_size, etp=1))
         if self.source is not None:
-            loaded = huggingface.load_pretrained(self.source, groups=Groups(tp=ranks.world), device=ranks.device)
+            loaded = huggingface.load_pretrained(self.source, groups=groups, device=ranks.device, **exact)
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # Compare the sizes in the settings with the tensors before allocating memory by these sizes.
         agree(self._check_sizes, group=ranks.control)
-        outline = self._build_model(ranks, torch.device("meta"))
-        shapes = sharded_state_dict(outline, "model.", group=ranks.world)
+        outline = self._build_model(groups, torch.device("meta"), exact)
+        shapes = sharded_state_dict(outline, "model.", group=groups.tp)
         # A run with fp32 copies of its weights saves the copies.
         agree(
             lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes, convert=True), group=ranks.control
         )
-        model = self._build_model(ranks, ranks.device)
+        model = self._build_model(groups, ranks.device, exact)
         checkpoint.load(
             self.folder,
-            sharded_state_dict(model, "model.", group=ranks.world),
+            sharded_state_dict(model, "model.", group=groups.tp),
             group=ranks.control,
             allow_extra=True,
             convert=True,
@@ -143,9 +152,11 @@ class OpenCheckpoint:
                 f"checkpoint {self.folder} has no tensor as wide as {width}, which its settings ask for"
             )
 
-    def _build_model(self, ranks: Ranks, device: torch.device) -> Model:
-        config = huggingface.model_config(self.description, params_dtype=self.dtype, perform_initialization=False)
-        return huggingface.build_model(config, groups=Groups(tp=ranks.world), device=device)
+    def _build_model(self, groups: Groups, device: torch.device, exact: Mapping[str, Any]) -> Model:
+        config = huggingface.model_config(
+            self.description, params_dtype=self.dtype, perform_initialization=False, **exact
+        )
+        return huggingface.build_model(config, groups=groups, device=device)
 
 
 @dataclass(frozen=True)

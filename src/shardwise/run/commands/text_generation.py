@@ -11,6 +11,7 @@ from shardwise.data import ExampleEncoder, UnusableExampleError
 from shardwise.data.tokenizer import StoppableText, Tokenizer
 from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
 from shardwise.models.generation.cache import CausalModel
+from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import (
     TO_BRING_A_TOKENIZER,
     OpenCheckpoint,
@@ -18,11 +19,15 @@ from shardwise.run.commands.opened_model import (
     open_model,
     same_checkpoint,
 )
+from shardwise.run.exact.environment import use_deterministic_algorithms
+from shardwise.run.exact.generation import check_exact_generation, try_generation_
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.storage.huggingface.generation_config import GenerationChoice, GenerationDefaults
 from shardwise.training.bounds import (
+    DEFAULT_PARTS,
     DEFAULT_TIMEOUT,
     DIFFERENCE,
+    PARTS,
     PENALTY,
     SEED,
     SHARE,
@@ -150,6 +155,8 @@ def generate(
     seed: Annotated[int, SEED] = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layers: Literal["auto", "training", "inference", "fused"] = "auto",
+    exact: bool = False,
+    exact_parts: Annotated[int, PARTS] = DEFAULT_PARTS,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_text: Callable[[str], object] | None = None,
     on_note: Callable[[str], object] | None = None,
@@ -178,6 +185,8 @@ def generate(
         seed: random seed of the sampling.
         device: device of the model; "auto" takes a GPU if every rank can have one.
         layers: layers of training, layers of inference, or fused inference layers; see ``shardwise generate --help``.
+        exact: compute with the bits of exact training (``shardwise train --exact``), at every number of ranks.
+        exact_parts: with ``exact``, number of parts into which sums are cut; as in training.
         timeout: maximum wait for another rank, in seconds.
         on_text: callback on the first rank; receives the prompt, then each piece of text as it is generated, and last
             the remainder with a newline, even after an error.
@@ -200,9 +209,7 @@ def generate(
             ),
             group=ranks.control,
         )
-        model = task.opened.load_model(ranks)
-        assert isinstance(model, CausalModel)
-        model, kind = on_layers(model, layers)
+        model, kind = load_to_generate(task.opened, ranks, layers, exact_parts if exact else None)
         for line in (*task.notes(model.max_sequence_length), f"layers: {kind}"):
             note(line)
         show(prompt)
@@ -210,6 +217,30 @@ def generate(
         eos_ids = choice.eos_ids
         options: dict[str, Any] = {"seed": seed, "eos_ids": eos_ids, "show": show, "stops": checked_stops(stop)}
         return write(ranks, model, task.tokenizer, task.prompt_ids, choice, **options)[1]
+
+
+def load_to_generate(
+    opened: OpenCheckpoint,
+    ranks: Ranks,
+    layers: Literal["auto", "training", "inference", "fused"],
+    exact_parts: int | None,
+) -> tuple[CausalModel, str]:
+    """Load a model, exact if ``exact_parts`` is given, and return it and its kind of layers; every rank calls.
+
+    Raises:
+        ConfigError: the model does not support the layers, or has no exact form on so many ranks or on this device.
+    """
+    if exact_parts is None:
+        model = opened.load_model(ranks)
+    else:
+        description, dtype = opened.description, opened.dtype
+        agree(lambda: check_exact_generation(description, dtype, exact_parts, ranks.world_size), group=ranks.control)
+        use_deterministic_algorithms(ranks.device)
+        model = opened.load_model(ranks, exact_parts=exact_parts)
+        assert isinstance(model, GPT)
+        try_generation_(model, ranks)
+    assert isinstance(model, CausalModel)
+    return on_layers(model, layers)
 
 
 def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:

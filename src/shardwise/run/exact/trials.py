@@ -109,7 +109,7 @@ def check_device(
     run = TrialRun(model, model.config.params_dtype, parts, micro_batch_size, sequence_length, is_packed, context)
     differences, fitting = _differences(run)
     works = f"the largest exact-parts that works is {fitting}; use it," if fitting else "no exact-parts works; use"
-    _refuse(run, differences, works)
+    refuse(run, differences, works)
 
 
 def check_updates(model: LanguageModel | ModelChunks, settings: RunSettings) -> None:
@@ -122,7 +122,7 @@ def check_updates(model: LanguageModel | ModelChunks, settings: RunSettings) -> 
     dtype = torch.float32 if precision.has_masters else precision.params_dtype
     run = UpdateRun(model, dtype, settings=settings)
     differences, _ = _differences(run)
-    _refuse(run, differences, "use")
+    refuse(run, differences, "use")
 
 
 class Trial(NamedTuple):
@@ -159,7 +159,8 @@ def _first_difference(pairs: Iterable[ResultPair]) -> str | None:
     return None
 
 
-def _refuse(run: TrialRun, differences: list[str], use: str) -> None:
+def refuse(run: TrialRun, differences: list[str], use: str) -> None:
+    """Raise ConfigError that names the differences, if there are any, and what to use instead."""
     if differences:
         raise ConfigError(
             f"exact: on this device ({run.device}) {'; '.join(differences)}; {use} another device, other sizes, or no "
