@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 INSTALLED_DEV := $(VENV)/installed-dev
 INSTALLED_RELEASE := $(VENV)/installed-release
+INSTALLED_DOCS := $(VENV)/installed-docs
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Each rank imports the tests and the package anew: it should not compile them anew, whatever the shell says.
@@ -28,7 +29,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory -j8 $(GROUPS)
 PYTEST_OPTIONS ?=
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_OPTIONS)
 
-.PHONY: demo chat pretrained gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check install release clean
+.PHONY: demo chat pretrained gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check docs install release clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
@@ -111,6 +112,11 @@ check: $(INSTALLED_DEV)
 
 install: $(INSTALLED_DEV)
 
+# build/site/index.html: the pages and a reference made from docstrings. A warning is an error: a link that leads nowhere, a
+# page that is in no table of contents, a docstring that does not parse.
+docs: $(INSTALLED_DOCS)
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees . build/site
+
 # dist/ with the wheel and the sdist of the last commit, both tried in an environment that has nothing else.
 RELEASE_PYTHON ?= $(PYTHON)
 release: $(INSTALLED_RELEASE)
@@ -133,6 +139,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt
 	$(call install_with,dev)
+
+$(INSTALLED_DOCS): pyproject.toml constraints.txt
+	$(call install_with,docs)
 
 $(INSTALLED_RELEASE): pyproject.toml constraints.txt
 	$(call install_with,release)

@@ -38,8 +38,9 @@ class ColumnLinear(ParallelLinear):
             does not support such a layer.
         own_weight: whether to create a weight. If False, the caller passes the weight to ``forward``.
         output_dtype: dtype of the output, without rounding to a narrower dtype before; None means the input's dtype.
-        sequence_parallel, parallelism, overlap, align_rows, fuse_weight_gradient, delay_weight_gradient,
-            weight_gradient_queue, device, dtype, initialize, init_on_cpu: as for ``ParallelLinear``.
+        sequence_parallel, parallelism, overlap, align_rows, fuse_weight_gradient: as for ``ParallelLinear``.
+        delay_weight_gradient, weight_gradient_queue, device, dtype: as for ``ParallelLinear``.
+        initialize, init_on_cpu: as for ``ParallelLinear``.
 
     Attributes:
         weight: ``[o/t, i]``, or None.

@@ -243,7 +243,7 @@ class FinetuneSettings(RunSettings):
     Attributes:
         base: Hugging Face folder to start from, with config.json, safetensors and tokenizer.json, or a GGUF file.
         out: folder for the fine-tuned model or its adapters, for checkpoints, metrics and pictures.
-        special_tokens: parse the names of special tokens in the text, such as <|im_end|>, as these tokens, like
+        special_tokens: parse the names of special tokens in the text, such as ``<|im_end|>``, as these tokens, like
             transformers; with --no-special-tokens as letters, for text from untrusted sources.
         resize_vocab: if the tokenizer has more tokens than the model has rows in its embedding, add rows, each the mean
             of the model's own; the result has them.

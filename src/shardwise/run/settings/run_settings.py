@@ -208,8 +208,8 @@ class RunSettings(StepSettings):
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.
         device: "auto", "cpu" or "cuda".
-        special_tokens: parse the names of special tokens in the text, such as <|endoftext|>, as these tokens, for text
-            whose documents were joined with them; otherwise they are letters, and text cannot end a document.
+        special_tokens: parse the names of special tokens in the text, such as ``<|endoftext|>``, as these tokens, for
+            text whose documents were joined with them; otherwise they are letters, and text cannot end a document.
         timeout: maximum seconds to wait for a rank in a step; then all ranks end with an error that names it.
             Preparing and saving may take longer, but even then a rank without heartbeats for that long ends the run.
         validate: before each collective of every step, check that the ranks agree on shapes and dtypes; if not given,

@@ -2,7 +2,7 @@
 
 There are three kinds of other tensors: fp32 copies of 16-bit parameters, this data-parallel rank's elements of each
 parameter (ZeRO stage 1), and this rank's rows of a fully sharded model. The optimizer that updates them must be
-elementwise or use ``Division``s; it needs no other change.
+elementwise or use the shares of a ``Division``; it needs no other change.
 """
 
 from __future__ import annotations

@@ -245,9 +245,8 @@ class GPTModel(_MegatronTransformer, GPT):
     Args:
         config: sizes of the model.
         transformer_layer_spec: spec of a layer's parts, such as ``get_gpt_layer_local_spec()``.
-        vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
-            share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, vp_stage: as in
-            ``GPT``.
+        vocab_size, max_sequence_length, pre_process, post_process, parallel_output, vp_stage: as in ``GPT``.
+        share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base: as in ``GPT``.
         fp16_lm_cross_entropy: no effect but a warning, because the loss is always in fp32 or wider.
         rope_scaling: whether to scale the rotary frequencies as in Llama 3.1, or a ``RotaryScaling``.
         rope_scaling_factor: divisor of the lowest frequencies.

@@ -96,8 +96,8 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
     """``RowParallelLinear`` without gradient; fused mode adds the residual and applies the next norm in one exchange.
 
     Args:
-        input_size, output_size, config, init_method, bias, input_is_parallel, skip_bias_add, is_expert,
-            tp_comm_buffer_name, tp_group, name, pg_collection: as in ``RowParallelLinear``.
+        input_size, output_size, config, init_method, bias, input_is_parallel: as in ``RowParallelLinear``.
+        skip_bias_add, is_expert, tp_comm_buffer_name, tp_group, name, pg_collection: as in ``RowParallelLinear``.
 
     Attributes:
         next_layer_norm_weights: weight of the norm after this layer, which turns on fused mode; initially None.

@@ -1,4 +1,4 @@
-"""Megatron's configs: the engine's settings, and inert settings from ``inert_settings.json`` with their reasons::
+"""Megatron's configs: the engine's settings, and inert settings from ``inert_settings.json`` with their reasons.
 
 >>> from shardwise.megatron.config import TransformerConfig
 >>> TransformerConfig.__dataclass_fields__["persist_layer_norm"].metadata["unused"]

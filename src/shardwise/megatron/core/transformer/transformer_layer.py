@@ -444,8 +444,9 @@ def get_gpt_layer_with_transformer_engine_spec(
 
     Args:
         use_te_op_fuser, use_te_activation_func: no effect.
-        num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, qk_l2_norm, use_kitchen,
-            use_kitchen_attention, kitchen_attention_backend: as in ``get_gpt_layer_local_spec``.
+        num_experts, moe_grouped_gemm, qk_layernorm, qk_l2_norm, fp8: as in ``get_gpt_layer_local_spec``.
+        multi_latent_attention: as in ``get_gpt_layer_local_spec``.
+        use_kitchen, use_kitchen_attention, kitchen_attention_backend: as in ``get_gpt_layer_local_spec``.
 
     Raises:
         ConfigError: a layer that is not offered.
