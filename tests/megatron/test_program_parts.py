@@ -24,6 +24,7 @@ from shardwise.megatron.layer_specs import (
     get_mlp_module_spec,
 )
 from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.moe import GroupedMLP, SequentialMLP, TEGroupedMLP
 from shardwise.megatron.spec_utils import build_module
 from shardwise.megatron.utils import attention_mask_func
 from shardwise.models.transformer.masks import AttnMaskType
@@ -151,6 +152,15 @@ def test_groups_of_experts_are_those_of_the_topology(group):
     sizes = {name: value.size() for name, value in vars(groups).items()}
     assert sizes == {"tp": 1, "cp": 1, "ep": 2, "expt_tp": 1, "expt_dp": 1, "tp_ep": 2, "tp_cp": 1, "tp_dp_cp": 2}
     assert groups.ep is parallel_state.get_expert_model_parallel_group()
+
+
+def test_experts_of_a_spec_have_their_parts():
+    """Programs read them to make experts of their own."""
+    of_config = get_gpt_layer_local_spec(4).submodules.mlp.submodules.experts
+    assert (of_config.module, of_config.submodules) == (SequentialMLP, MLPSubmodules())
+    assert get_gpt_layer_local_spec(4, True).submodules.mlp.submodules.experts.module is GroupedMLP
+    fused = get_gpt_layer_with_transformer_engine_spec(4, True).submodules.mlp.submodules.experts
+    assert (fused.module, fused.submodules) == (TEGroupedMLP, MLPSubmodules())
 
 
 def test_logits_of_a_router_are_computed_in_its_dtype():

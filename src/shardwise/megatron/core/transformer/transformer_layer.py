@@ -409,7 +409,9 @@ def get_gpt_layer_local_spec(
     causal = {"attn_mask_type": AttnMaskType.causal}
     mlp = module.ModuleSpec(layer_parts.MLP, submodules=layer_parts.MLPSubmodules())
     if num_experts is not None:
-        experts = moe.GroupedMLP if moe_grouped_gemm else moe.SequentialMLP
+        experts = module.ModuleSpec(moe.SequentialMLP, submodules=layer_parts.MLPSubmodules())
+        if moe_grouped_gemm:
+            experts = module.ModuleSpec(moe.GroupedMLP)
         mlp = module.ModuleSpec(moe.MoELayer, submodules=moe.MoESubmodules(experts))
     return module.ModuleSpec(
         TransformerLayer,
@@ -457,7 +459,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     if num_experts is None:
         parts.pre_mlp_layernorm, parts.mlp.submodules.linear_fc1 = module.IdentityOp, fused
     elif moe_grouped_gemm:
-        parts.mlp.submodules.experts = moe.TEGroupedMLP
+        parts.mlp.submodules.experts = module.ModuleSpec(moe.TEGroupedMLP, submodules=layer_parts.MLPSubmodules())
     return spec
 
 
