@@ -6,7 +6,6 @@ their last token share a row of the batch. A prompt reuses the keys and values o
 prompt.
 """
 
-import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -32,10 +31,6 @@ _GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """The harness's cache key, the token ids of a context, and the token ids of its continuation."""
-
-
-class _Stopped(Exception):  # noqa: N818 - it is no error
-    """Raised when the text contains a stop sequence."""
 
 
 class ShardwiseLM:
@@ -259,27 +254,23 @@ class ShardwiseLM:
         sampling = GREEDY
         if values.get("do_sample") and values["temperature"] > 0:
             sampling = Sampling(values["temperature"], values.get("top_k", _USUAL_TOP_K), values.get("top_p", 1.0))
-        new_ids: list[int] = []
         stream, said = TextStream(self._tokenizer, prompt_ids), ""
 
-        def look(token: int) -> None:
+        def look(token: int) -> bool:
             nonlocal said
-            new_ids.append(token)
             said += stream.push(token)
-            if any(stop in said for stop in stops if stop):
-                raise _Stopped
+            return any(stop in said for stop in stops if stop)
 
-        with contextlib.suppress(_Stopped):
-            generate(
-                self.model,
-                prompt_ids,
-                max_new_tokens=count,
-                sampling=sampling,
-                seed=int(values.get("seed", 0)),
-                eos_id=self._eos_ids,
-                on_token=look,
-                prefix=prefix,
-            )
+        new_ids = generate(
+            self.model,
+            prompt_ids,
+            max_new_tokens=count,
+            sampling=sampling,
+            seed=int(values.get("seed", 0)),
+            eos_id=self._eos_ids,
+            on_token=look,
+            prefix=prefix,
+        )
         special = self._tokenizer.special_ids
         text = self._tokenizer.decode([token for token in new_ids if token not in special])
         result: str = utils.postprocess_generated_text(generation=text, stop=stops, think_end_token=None)

@@ -22,6 +22,7 @@ from shardwise.core.sharded_state import gather_parameter
 from shardwise.models.by_plan import library
 from shardwise.models.by_plan.logits import SplitLogits
 from shardwise.models.by_plan.model import PlannedModel
+from shardwise.models.generation import Request, Sampling, generate, generate_all, sequence_log_probs
 from shardwise.models.recomputation import Recomputation
 from shardwise.nn import named_param_layouts
 from shardwise.training.gradients.finalize import finalize_gradients_
@@ -196,6 +197,26 @@ def test_our_own_forward_never_gathers_for_a_loss(group: ProcessGroup) -> None:
     assert type(logits) is Tensor
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.ranks(2)
+def test_the_engine_for_batches_continues_each_prompt(group: ProcessGroup) -> None:
+    """With caches of transformers, one prompt after the other; log-probabilities are those of a forward."""
+    model = own_model(group).double()
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    alone = [
+        generate(model, prompt, max_new_tokens=6, sampling=Sampling(1.3), seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    requests = [
+        Request(prompt, 6, Sampling(1.3), seed=number, log_probs=0, prompt_log_probs=0, temperature=1.0)
+        for number, prompt in enumerate(prompts)
+    ]
+    for prompt, expected, found in zip(prompts, alone, generate_all(model, requests), strict=True):
+        assert found.token_ids == expected
+        values = torch.tensor([each.value for each in (*found.prompt_log_probs, *found.log_probs)])
+        ids = torch.tensor([[*prompt, *expected]])
+        torch.testing.assert_close(values, sequence_log_probs(model, ids)[0].to(values.dtype), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.ranks(2)
