@@ -104,6 +104,12 @@ def test_second_names_of_flags():
     )
 
 
+def test_the_file_has_the_short_names_of_flags(toml):
+    path = toml('data = ["a"]\n[optimizer]\nlr = 0.5\n[training]\nbatch-size = 3')
+    settings = parse_train_arguments(path).settings
+    assert (settings.optimizer.learning_rate, settings.training.global_batch_size) == (0.5, 3)
+
+
 def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
     # Editors of Windows write a byte-order mark.
     config = toml('\ufeffdata = ["a"]\n[model]\nhidden_size = 40\n')
@@ -118,6 +124,9 @@ def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
     [
         (["--model.num-layerz", "3"], "unknown flag --model.num-layerz; did you mean --model.num-layers?"),
         (["--stepz=2"], "unknown flag --stepz; did you mean --steps?"),
+        (["--training.warmup=2"], "unknown flag --training.warmup; did you mean --optimizer.warmup-steps?"),
+        (["--warmup=2"], "unknown flag --warmup; did you mean --optimizer.warmup-steps?"),
+        (["--active=2"], "unknown flag --active; did you mean --profile.active?"),
         (["--qqqqqq"], "unknown flag --qqqqqq; see --help"),
         (["--problem-type", "regression"], f"--problem-type is not a flag any more: {REMOVED['task']}"),
         (["--model.num-layers", "x"], "--model.num-layers is 'x'; it must be an integer"),
@@ -160,6 +169,15 @@ def test_a_mistake_in_the_flags_is_one_line(argv, message, capfd):
         ("[model]\nnum_layers = 3.0", "run.toml: model.num_layers is 3.0; it must be an integer"),
         ("[model]\nnum_layers = true", "run.toml: model.num_layers is true; it must be an integer"),
         ("[training]\nseed = 2020-01-01", "run.toml: training.seed is 2020-01-01; it must be an integer"),
+        ("[optimizer]\nlr = 1\nlr = 2", "run.toml is not TOML: lr is given twice (at line 3)"),
+        (
+            "[optimizer]\nlr = 0.1\nlearning_rate = 0.1",
+            "run.toml: optimizer.learning_rate is given twice, under two names; leave one of them out",
+        ),
+        (
+            "[model]\nnum-layers = 1\nnum_layers = 1",
+            "run.toml: model.num_layers is given twice, under two names; leave one of them out",
+        ),
         ("[model]\n[model]", "run.toml is not TOML: Cannot declare [model] twice (at line 2, column 7)"),
         ("q" * 100_000 + " = 3", f"run.toml: unknown setting {'q' * 60}..."),
         (

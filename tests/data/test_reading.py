@@ -178,6 +178,10 @@ def test_a_character_across_the_first_look_is_whole(tmp_path):
 @pytest.mark.parametrize(
     ("line", "what"),
     [
+        (
+            '{"text": "a", "of": {"text": 1, "x": 2, "text": 3}}',
+            'line 2: JSON that cannot be read: it has "text" twice in one object',
+        ),
         ('{"text": "a"', "line 2: broken JSON: Expecting ',' delimiter at column 13"),
         ('{"text": "a"} {"text": "b"}', "line 2: broken JSON: Extra data at column 15"),
         ('{"text": "a', "line 2: broken JSON: Unterminated string starting at column 10"),
@@ -236,6 +240,10 @@ def test_a_json_file_may_hold_json_lines(tmp_path):
         ('["a",\n', "record 2 (line 2): the file ends within it"),
         ('["a",\n{"text": "b', "record 2 (line 2): the file ends within it; it is cut off, or a quote is missing"),
         ('["a",\n{"text": ', "record 2 (line 2): the file ends within it"),
+        (
+            '["a", {"text": "a", "text": "b"}]',
+            'record 2 (line 1): JSON that cannot be read: it has "text" twice in one object',
+        ),
         ('["a",]', "record 2 (line 1): broken JSON: Expecting value at line 1, column 6"),
         ('[{"text": "a"}\n{"text": "b"}]', "record 1 (line 1): '{' after it, at line 2, column 1, where ',' or ']'"),
         ('["a"]\n["b"]', "line 2, column 1: '[' after the end of the array"),

@@ -361,14 +361,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         # Editors of Windows write a byte-order mark.
         text = read_regular(path, limit=_MAX_BYTES).decode("utf-8-sig")
-        if _LONG_KEY.search(text) is None and _depth(values := tomllib.loads(text)) <= _MAX_DEPTH:
+        if _LONG_KEY.search(text) is None and _depth(values := tomllib.loads(f"{text}\n")) <= _MAX_DEPTH:
             return values
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     # This covers TOMLDecodeError, text that is not UTF-8, and integers with more digits than Python reads.
     except ValueError as error:
-        # tomllib shows a table's name as a tuple.
+        # tomllib shows a table's name as a tuple, and no name of a key that is given twice.
         reason = _TUPLE.sub(lambda match: f"[{'.'.join(re.findall(_NAME, match[0]))}]", str(error))
+        if at := re.fullmatch(r"Cannot overwrite a value \(at line (\d+), .*", reason):
+            key, equals, _ = text.split("\n")[int(at[1]) - 1].partition("=")
+            reason = f"{key.strip()} is given twice (at line {at[1]})" if equals else reason
         raise ConfigError(f"{path} is not TOML: {reason}") from error
     except RecursionError:
         pass  # Nested even deeper.

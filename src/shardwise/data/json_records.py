@@ -21,7 +21,18 @@ from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.json_text import read_json, shown
 
 _BLANK = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; Python itself would silently keep the last of two equal keys."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        key = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"it has {shown(key)} twice in one object")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +165,7 @@ def _position(content: str, offset: int) -> str:
 def value_of_line(line: str, where: str) -> Any:
     """Parse a line of JSON lines; raise DataError, which begins with ``where``."""
     try:
-        return json.loads(line)
+        return _DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: broken JSON: {_problem(error)} at column {error.colno}; repair or remove the line"

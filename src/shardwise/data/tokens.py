@@ -99,9 +99,15 @@ def _groups(documents: tuple[str, ...]) -> Iterator[list[str]]:
 
 def _encode(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], parse_special: bool) -> NDArray[Any]:
     arrays: list[NDArray[Any]] = []
-    with told_if_slow(f"encoding {corpus.name}", lambda: f"{len(arrays):,} of {len(corpus.documents):,} documents"):
+    encoded_chars, num_chars = 0, sum(map(len, corpus.documents))
+
+    def count(number: int) -> None:
+        nonlocal encoded_chars
+        encoded_chars += number
+
+    with told_if_slow(f"encoding {corpus.name}", lambda: f"{encoded_chars / max(1, num_chars):.0%}"):
         for group in _groups(corpus.documents):
-            encoded = tokenizer.encode_batch(group, parse_special=parse_special)
+            encoded = tokenizer.encode_batch(group, parse_special=parse_special, on_encoded=count)
             arrays += [np.array([*tokenizer.beginning, *ids, tokenizer.eos_id], dtype=dtype) for ids in encoded]
     tokens = np.concatenate(arrays)
     tokens.setflags(write=False)

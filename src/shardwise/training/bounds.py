@@ -346,7 +346,8 @@ def checked(
 
     Ranges and contradictions are checked by the dataclass, because a flag may still override a value.
     """
-    return _checked(values, where, "", _types_of(cls), {name: _types_of(each) for name, each in others.items()})
+    known = _types_of(cls), _aliases_of(cls)
+    return _checked(values, where, "", *known, {name: _types_of(each) for name, each in others.items()})
 
 
 def from_keywords(cls: type[_T], values: Mapping[str, Any]) -> _T:
@@ -375,17 +376,32 @@ def _types_of(cls: type, prefix: str = "") -> dict[str, Any]:
     return types
 
 
+def _aliases_of(cls: type, prefix: str = "") -> dict[str, str]:
+    """Return the names of settings by the short names that their flags have, such as ``optimizer.lr``."""
+    aliases: dict[str, str] = {}
+    for name, (annotation, marks) in annotations_of(cls).items():
+        if dataclasses.is_dataclass(annotation):
+            aliases |= _aliases_of(cast(type, annotation), f"{prefix}{name}.")
+        for alias in (alias for mark in marks for alias in getattr(mark, "aliases", None) or ()):
+            aliases[prefix + alias.lstrip("-").replace("-", "_")] = prefix + name
+    return aliases
+
+
 def _checked(
     values: Mapping[str, Any],
     where: str,
     prefix: str,
     known: dict[str, Any],
+    aliases: dict[str, str],
     others: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        last = key.replace("-", "_")
-        name = prefix + last
+        name = prefix + key.replace("-", "_")
+        name = name if name in known else aliases.get(name, name)
+        last = name.removeprefix(prefix)
+        if last in found:
+            raise ConfigError(f"{where}{name} is given twice, under two names; leave one of them out")
         if "." in last and name in known:
             table, _, field = name.rpartition(".")
             raise ConfigError(f"{where}{name} is not one key; give the table {table} with the key {field}")
@@ -395,7 +411,7 @@ def _checked(
             raise ConfigError(f"{where}{_unknown(name, known, others)}")
         kind = kind_of(known[name])
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            found[last] = _checked(value, where, f"{name}.", known, others)
+            found[last] = _checked(value, where, f"{name}.", known, aliases, others)
             continue
         if isinstance(value, list) and get_origin(kind) is tuple:
             value = tuple(value)
@@ -423,12 +439,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to ``name``, or None.
 
     A name with the same last part comes first (``parallel.tp`` for ``tp``), then a name with these initials
-    (``optimizer.lr``). If ``name`` has a group, its last part is compared with the names of that group.
+    (``optimizer.lr``) or this beginning (``optimizer.warmup``); those of the profiler, which share words with training,
+    come last. If ``name`` has a group, its last part is compared with the names of that group.
     """
     known = list(known)
     group, _, last = name.rpartition(".")
-    for wanted in (lambda of: of == last, lambda of: _initials(of) == last):
-        if close := get_close_matches(name, [each for each in known if wanted(each.rpartition(".")[2])], 1, 0.0):
+    likely = [each for each in known if not each.startswith("profile.") or group == "profile"]
+    for names, wanted in (
+        (likely, lambda of: of == last),
+        (likely, lambda of: _initials(of) == last),
+        (likely, lambda of: of.replace("_", "-").startswith(f"{last}-")),
+        (known, lambda of: of == last),
+    ):
+        if close := get_close_matches(name, [each for each in names if wanted(each.rpartition(".")[2])], 1, 0.0):
             return close[0]
     of_group = {each.removeprefix(f"{group}."): each for each in known if group and each.startswith(f"{group}.")}
     if of_group:

@@ -111,8 +111,11 @@ def test_long_texts_are_encoded_in_parts(tokenizer, monkeypatch, separator):
     assert spy._encodes_locally
     assert spy._longest_name == len(END_OF_TEXT)
     spy._backend = Backend()
-    ids = spy.encode_batch(["a", text, "", "b"])
+    done: list[int] = []
+    ids = spy.encode_batch(["a", text, "", "b"], on_encoded=done.append)
     assert largest <= 60
+    assert sum(done) == len(text) + 2
+    assert len(done) > 2, "it is said within a text too"
     assert [tokenizer.decode(of_text) for of_text in ids] == ["a", text, "", "b"]
     assert ids[1] == tokenizer._backend.encode(text, add_special_tokens=False).ids
 

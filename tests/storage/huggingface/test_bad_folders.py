@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.core.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.storage.huggingface import load_pretrained
+from shardwise.storage.huggingface.pretrained import read_config
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -234,3 +235,16 @@ def test_more_stages_than_layers_and_one_failing_rank(
 
 def _failing(*arguments: object) -> None:
     raise OSError(113, "No route to host")
+
+
+def test_a_folder_without_a_config_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json; give the folder of a model, as save_pretrained"):
+        read_config(tmp_path)
+    # As import-hf and import-megatron leave it.
+    (tmp_path / "checkpoints").mkdir()
+    to_do = re.escape(f"write its model with: shardwise export-hf {tmp_path} --out MODEL_DIR")
+    with pytest.raises(CheckpointError, match=to_do):
+        read_config(tmp_path)
+    (tmp_path / "config.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(tmp_path)

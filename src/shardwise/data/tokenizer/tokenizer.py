@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +48,8 @@ _PIECE_PATTERN = "|".join(
 _MAX_BYTES = 200_000_000
 
 _CACHE_FORMAT = 1
+# Parts of a long text that are encoded at once; a part takes about a second.
+_LONG_PARTS = 4
 
 
 class TextSource(Protocol):
@@ -154,8 +156,17 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        with told_if_slow(f"training a tokenizer of {vocab_size:,} tokens"):
-            backend.train_from_iterator((part for text in texts for part in library.parts_of(text)), trainer)
+        read = 0
+
+        def parts() -> Iterator[str]:
+            nonlocal read
+            for text in texts:
+                for part in library.parts_of(text):
+                    read += len(part)
+                    yield part
+
+        with told_if_slow(f"training a tokenizer of {vocab_size:,} tokens", lambda: f"{read / 1e6:,.1f} M characters"):
+            backend.train_from_iterator(parts(), trainer)
         return cls(backend, special_tokens[0])
 
     @classmethod
@@ -303,8 +314,13 @@ class Tokenizer:
         """
         return self.encode_batch([text], parse_special=parse_special)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, parse_special: bool = False) -> list[list[int]]:
-        """Encode each text, on several threads if ``TOKENIZERS_PARALLELISM=true`` is set."""
+    def encode_batch(
+        self, texts: Sequence[str], *, parse_special: bool = False, on_encoded: Callable[[int], object] = abs
+    ) -> list[list[int]]:
+        """Encode each text, on several threads if ``TOKENIZERS_PARALLELISM=true`` is set.
+
+        ``on_encoded`` is called with the number of characters that were encoded since its last call.
+        """
         backend = self._parsing_backend if parse_special else self._backend
 
         def encode(texts: Sequence[str]) -> list[list[int]]:
@@ -326,7 +342,11 @@ class Tokenizer:
                     else (text,)
                 )
                 counts.append(len(pieces))
-            encoded = encode(pieces)
+            encoded = []
+            at_once = _LONG_PARTS if len(pieces) > len(texts) else max(1, len(pieces))
+            for first in range(0, len(pieces), at_once):
+                encoded += encode(pieces[first : first + at_once])
+                on_encoded(sum(map(len, pieces[first : first + at_once])))
         except TypeError as error:
             for number, text in enumerate(texts):
                 if text.encode(errors="ignore").decode() != text:

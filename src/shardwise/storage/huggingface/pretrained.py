@@ -64,13 +64,18 @@ def read_config(folder: str | Path, implementation: Implementation = "auto") -> 
     """Read the ``config.json`` of a Hugging Face folder, or what stands for it; see ``config_from_json``.
 
     Raises:
-        CheckpointError: the file is missing or is not a JSON object.
+        CheckpointError: the file is missing or is not a JSON object; the message says what to give instead.
     """
     if is_gguf(Path(folder)):
         return config_from_json(GgufFolder(Path(folder)).config, where=str(folder), implementation=implementation)
     if is_megatron(Path(folder)):
         return config_from_json(MegatronFolder(Path(folder)).config, where=str(folder), implementation=implementation)
     path = Path(folder) / CONFIG_NAME
+    if os.path.isdir(folder) and not os.path.lexists(path):
+        to_do = "give the folder of a model, as save_pretrained of transformers and shardwise export-hf write it"
+        if (Path(folder) / "checkpoints").is_dir():
+            to_do = f"it is a run; write its model with: shardwise export-hf {folder} --out MODEL_DIR"
+        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; {to_do}")
     return config_from_json(read_json(path), where=str(path), implementation=implementation)
 
 
