@@ -20,6 +20,7 @@ from typing import Any
 from shardwise.megatron.aliases import MEGATRON, SHORT
 
 ROOT = Path(__file__).parents[2]
+CORE = "shardwise.megatron.core"
 READING = re.compile(r"`src/(shardwise/[\w/]+)\.py`")
 ROOMS = {
     "Library": "core kernels nn exact models data training storage",
@@ -35,8 +36,11 @@ def modules() -> list[str]:
     texts = [path.read_text(encoding="utf-8") for path in files if path.suffix in (".md", ".py", ".ipynb")]
     named = set(re.findall(r"\bshardwise(?:\.\w+)+", "\n".join(texts))) | {"shardwise"}
     named |= {name.replace("/", ".") for name in READING.findall((ROOT / "docs" / "reading.md").read_text("utf-8"))}
-    # Of several short names of one of Megatron's modules, the first.
+    # Of several short names of one of Megatron's modules, that of its file, or else the first.
     first = {target: short for short, target in reversed(SHORT.items())}
+    for target in MEGATRON.values():
+        if target.startswith(tuple(f"{CORE}.{package}" for package in ("parallel_state", "tensor_parallel"))):
+            first[target] = f"shardwise{target.removeprefix(CORE)}"
     named = set(map(_longest_module, named)) | set(MEGATRON.values())
     return sorted({first.get(name, name) for name in named})
 
@@ -121,8 +125,8 @@ def _page(module: str, names: dict[str, str]) -> str:
 
 
 def _also(module: str) -> list[str]:
-    target = SHORT.get(module)
-    return [short for short, other in SHORT.items() if other == target and short != module] + [target] * bool(target)
+    target = sys.modules[module].__name__
+    return [name for name in [*(short for short, other in SHORT.items() if other == target), target] if name != module]
 
 
 def _entry(home: str, value: Any) -> list[str]:
