@@ -489,10 +489,13 @@ def test_fields_of_other_types_are_named(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=f"is not an adapter's configuration: {said}"):
             read(**changed)
+    for changed in ({"lora_alpha": 1e308}, {"alpha_pattern": {"q": -65505}}):
+        with pytest.raises(ConfigError, match=r"alpha.* is .*; it must be from -65504\.0 to 65504\.0"):
+            read(**changed)
     # An empty value means none, and a single layer or list of layers is one of them.
     assert read(rank_pattern=None, modules_to_save="", use_dora=None, unknown=[]) == read()
-    config = read(layers_to_transform=3, layers_pattern="h", alpha_pattern={"q": 10**30})
-    assert (config.layers_to_transform, config.layers_pattern, config.alpha_pattern) == ((3,), ("h",), {"q": 1e30})
+    config = read(layers_to_transform=3, layers_pattern="h", alpha_pattern={"q": 65504})
+    assert (config.layers_to_transform, config.layers_pattern, config.alpha_pattern) == ((3,), ("h",), {"q": 65504.0})
 
 
 @pytest.mark.ranks(2)

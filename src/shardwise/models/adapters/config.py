@@ -18,6 +18,10 @@ ALL_LINEAR = "all-linear"
 Biases = Literal["none", "all", "lora_only"]
 
 
+# Largest number of float16, in which a product of adapters may be scaled.
+_LARGEST_ALPHA = 65504.0
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters: each chosen weight ``W`` is frozen, and a product ``scaling * B A`` is learned and added.
@@ -83,8 +87,8 @@ class LoraConfig:
             raise ConfigError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and under 1")
         alphas = {"lora_alpha": self.lora_alpha} | {f"the alpha of {name}": a for name, a in self.alpha_pattern.items()}
         for name, alpha in alphas.items():
-            if not math.isfinite(alpha):
-                raise ConfigError(f"{name} is {alpha}; it must be a finite number")
+            if not abs(alpha) <= _LARGEST_ALPHA:
+                raise ConfigError(f"{name} is {alpha}; it must be from {-_LARGEST_ALPHA} to {_LARGEST_ALPHA}")
         if isinstance(self.target_modules, str) and (self.layers_to_transform is not None or self.layers_pattern):
             name = "layers_pattern" if self.layers_to_transform is None else "layers_to_transform"
             raise ConfigError(
