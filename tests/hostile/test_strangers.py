@@ -30,6 +30,15 @@ from shardwise.run import train
 train("text.txt", out="again", device="cpu", model={SIZES!r}, parallel={{"tp": 2}},
       training={{"steps": 2, "global_batch_size": 2}})
 """
+CALLS = (
+    SCRIPT.replace("from shardwise.run", "from shardwise import on_ranks\nfrom shardwise.run")
+    .replace("train(", "def job():\n    train(", 1)
+    .replace("again", "called")
+)
+CALLS += """
+if __name__ == "__main__":
+    on_ranks(job, nproc=2, join=False)
+"""
 # Ranks listen for seconds. Looking at all processes without a pause would take a core from them.
 _PAUSE = 0.2
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"]
@@ -41,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("strangers")
     (folder / "text.txt").write_text("".join(f"{number} small things stand here. " for number in range(300)))
     (folder / "script.py").write_text(SCRIPT)
+    (folder / "calls.py").write_text(CALLS)
     (folder / "alone.py").write_text(SCRIPT.replace('"tp": 2', '"tp": 1').replace("again", "alone"))
     return folder
 
@@ -78,8 +88,9 @@ def listening(program: Program, *, but: int | None = None) -> set[tuple[str, int
         pytest.param(["-m", "shardwise", "conformance", "--case", "adapters/column_factors"], marks=pytest.mark.matrix),
         [*TORCHRUN, "script.py"],
         ["alone.py"],
+        pytest.param(["calls.py"], marks=pytest.mark.matrix),
     ],
-    ids=["train", "generate", "doctor", "conformance", "functions", "one rank"],
+    ids=["train", "generate", "doctor", "conformance", "functions", "one rank", "on_ranks"],
 )
 def test_ranks_of_one_machine_listen_on_loopback_only(
     folder: Path, command: list[str], request: pytest.FixtureRequest
