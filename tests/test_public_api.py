@@ -33,7 +33,7 @@ EXPORTS = {
 FUNCTIONS = {
     "chat": ("chat", ()),
     "compare": ("compare", ()),
-    "eval": ("evaluate", ("tasks", "task_path", "num_fewshot", "limit", "chat", "output")),
+    "eval": ("evaluate", ("tasks", "task_path", "num_fewshot", "limit", "chat", "output", "also", "picture")),
     "export-hf": ("export_hf", ()),
     "export-megatron": ("export_megatron", ()),
     "generate": (

@@ -39,6 +39,6 @@ def test_the_notebook_prints_what_is_stored_in_it(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     book = nbformat.read(NOTEBOOK, as_version=4)
     stored = printed(book.cells)
-    client = NotebookClient(book, timeout=None, resources={"metadata": {"path": NOTEBOOK.parent}})
+    client = NotebookClient(book, startup_timeout=600, resources={"metadata": {"path": NOTEBOOK.parent}})
     asyncio.run(client.async_execute())
     assert printed(book.cells) == stored

@@ -98,7 +98,7 @@ def run_two_steps(
         parallel=ParallelSettings(**dict(parallel)),
         recompute=RecomputeSettings(**dict(recompute)),
         optimizer=OptimizerSettings(name=optimizer),
-        training=TrainingSettings(**{"steps": 3} | dict(training)),
+        training=TrainingSettings(**{"steps": 3, "eval_every": 0} | dict(training)),
     )
     own = run._Training._step
 
