@@ -69,7 +69,8 @@ def assert_prints(line: str, label: str, expected: torch.Tensor) -> None:
 def shown_in_readme(script: str) -> str:
     """The output under the script's command."""
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    (output,) = re.findall(rf"^torchrun .*/{script}\n```\n+```text\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    shown = rf"^OMP_NUM_THREADS=1 torchrun .*/{script}\n```\n+```text\n(.*?)```"
+    (output,) = re.findall(shown, readme, re.DOTALL | re.MULTILINE)
     return output
 
 

@@ -16,7 +16,7 @@ from shardwise.core.errors import CheckpointError, ConfigError, DataError, Shard
 from shardwise.core.json_text import shown
 from shardwise.data.json_records import counted
 from shardwise.doctor.compare_runs import JudgedResult, Judgement, OneRun, check_settings, judge
-from shardwise.run.metrics import MetricsFile, scan_metrics
+from shardwise.run.metrics import SAMPLES, MetricsFile, scan_metrics
 from shardwise.run.pictures import check_picture, draw_folders
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint, TensorDifference, tensor_differences
 from shardwise.storage.checkpoint.folder import checkpoints
@@ -244,7 +244,11 @@ def _differences(runs: tuple[OneRun, OneRun]) -> _Differences:
             alone[_ALL, run.folder] = steps
     for step in common:
         both = rows[0][step], rows[1][step]
+        # Runs of other lengths measure other parts of the held-out data before their ends.
+        is_other = SAMPLES in both[0] and SAMPLES in both[1] and both[0][SAMPLES] != both[1][SAMPLES]
         for name in dict.fromkeys([*both[0], *both[1]]):
+            if name == SAMPLES or (is_other and name.startswith("held_out")):
+                continue
             if name in both[0] and name in both[1]:
                 values = both[0][name], both[1][name]
                 # Compare as text, because 0.0 == -0.0. Python's repr of a float is exact.

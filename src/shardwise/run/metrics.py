@@ -23,6 +23,9 @@ from shardwise.run.quantities import shown_bytes
 
 Metrics = dict[str, float]
 
+SAMPLES = "evaluated_samples"
+"""Field with the number of held-out samples that were measured after a step."""
+
 # Maximum size of a metrics file; a line has about 200 bytes.
 _MAX_BYTES = 2_000_000_000
 

@@ -24,7 +24,7 @@ from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.banner import banner
 from shardwise.run.checkpoint_writer import CheckpointWriter, finish, lock_folder
 from shardwise.run.checkpoints import find_newest, start_or_resume
-from shardwise.run.metrics import MetricsWriter, Progress
+from shardwise.run.metrics import SAMPLES, MetricsWriter, Progress
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.processes.stopping import Interrupted, Postponed, signals_postponed
 from shardwise.run.session import metrics_of, open_session
@@ -195,7 +195,7 @@ class _Training(StepHooks):
         signum = self._agreed() if last else 0
         if (last or _is_due(done, settings.evaluation_interval)) and not signum:
             self._held_out = self._evaluate(done)
-            values |= self._held_out
+            values |= self._held_out | {SAMPLES: len(session.held_out_after(done))}
         if metrics is not None:
             # JSON has no infinity or NaN, which the metrics of an overflowed step may have.
             try:

@@ -292,3 +292,8 @@ def test_every_spelling(family: str) -> None:
     # no rope_scaling.
     least = {"phi3": 45, "gemma3": 90, "olmo3": 38, "ministral3": 10, "gemma4": 15}
     assert len(equal) >= least.get(family, 95), (len(equal), list(refused))
+
+
+def test_gemma_4_has_no_rope_scaling():
+    with pytest.raises(ConfigError, match="rope_scaling"):
+        of_shardwise("gemma4", sizes_of("gemma4") | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})

@@ -60,7 +60,8 @@ class Demo(NewTexts):
         beaten = {name: 1 - bits / value for name, value in outcome.references.items() if bits < value}
         under = ", ".join(f"{share:.0%} under {name}" for name, share in beaten.items())
         command = _command_name()
-        sample = "sample.txt " if settings.parallel.pp == 1 else ""
+        # There is no picture without matplotlib, and no sample from pipeline stages.
+        files = [name for name in ("loss.png", "metrics.jsonl", "sample.txt") if (session.out / name).is_file()]
         rows = {
             "parity": self.parity.line(),
             "exact": self.exact,
@@ -70,7 +71,7 @@ class Demo(NewTexts):
             "": f"the same bytes: {compared(outcome)}" + (f"; the model is {under}" if under else ""),
             "traffic": f"{outcome.collectives_per_step} collectives and {outcome.bytes_per_step / 1e6:.1f} MB per rank "
             "and step",
-            "files": f"{session.out}/: loss.png metrics.jsonl {sample}checkpoints/{outcome.checkpoint.name}/",
+            "files": f"{session.out}/: {' '.join(files)} checkpoints/{outcome.checkpoint.name}/",
         }
         body = "\n".join(f"{name:<9}{text}" for name, text in rows.items())
         notes = "".join(f"\n         {note}" for note in outcome.notes)
