@@ -13,6 +13,8 @@ from models.model_checks import whole_weights
 from models.test_gpt import Shape
 
 from shardwise.core.errors import ConfigError, DesyncError, DivergenceError, VocabularyError
+from shardwise.core.topology import Groups, Topology
+from shardwise.models.config import ModelConfig
 from shardwise.models.generation import (
     GREEDY,
     BatchEngine,
@@ -24,6 +26,8 @@ from shardwise.models.generation import (
     sequence_log_probs,
 )
 from shardwise.models.generation.generation import evaluation_mode
+from shardwise.models.gpt import GPT
+from shardwise.models.transformer.rotary import RotaryScaling
 
 LENGTHS = (3, 1, 13, 7, 1, 16, 5)
 
@@ -115,6 +119,117 @@ def test_the_cache_wastes_less_than_a_page_per_sequence(group):
             assert used == sum(-(-len(each.context) // 4) for each in sequences)
             assert used * 4 - sum(len(each.context) for each in sequences) < 4 * len(sequences)
             engine.accept(works, engine.choose(works, engine.logits(works)).tolist())
+
+
+def rows_and_pages(engine: BatchEngine, requests: list[Request]) -> tuple[dict, int, int, bool]:
+    """Results by number, tokens that all passes read, the most pages taken at once, and whether any were taken back."""
+    found, rows, pages, took_back = {}, 0, 0, False
+    engine.add(requests)
+    with evaluation_mode(engine.model):
+        while not engine.is_idle:
+            works = engine.schedule()
+            took_back |= any(each.result.token_ids for each in engine._waiting)
+            rows += sum(work.stop - work.start for work in works)
+            pages = max(pages, engine.cache.num_pages - engine.cache.num_free)
+            logits = engine.logits(works)
+            found |= dict(engine.accept(works, engine.choose(works, logits).tolist(), logits))
+    assert engine.cache.num_free == engine.cache.num_pages
+    assert not engine.cache._full
+    assert not engine.cache._keys
+    return found, rows, pages, took_back
+
+
+def assert_as_alone(found: dict, expected: list, rel: float = 1e-11) -> None:
+    for (_, result), single in zip(sorted(found.items()), expected, strict=True):
+        assert result.token_ids == single.token_ids
+        for name in ("log_probs", "prompt_log_probs"):
+            values, wanted = ([each.value for each in getattr(every, name)] for every in (result, single))
+            assert values == pytest.approx(wanted, rel=rel), name
+
+
+@pytest.mark.ranks(1, 2)
+@both_shapes
+def test_samples_of_a_prompt_share_its_full_pages(group, shape):
+    """The prompt is read once, in one pass or several, and each sample has only pages of its own for the rest."""
+    model = make_model(shape, group)
+    prompt, count, new = [number * 7 % 60 for number in range(11)], 5, 4
+    requests = [Request(prompt, new, Sampling(), seed=seed, log_probs=0) for seed in range(count)]
+    expected = [generate_all(model, [request])[0] for request in requests]
+    for chunk_size, page_size in ((512, 4), (3, 4), (5, 1), (1, 2), (512, 11), (512, 16)):
+        engine = BatchEngine(model, capacity=200, page_size=page_size, chunk_size=chunk_size)
+        found, rows, pages, _ = rows_and_pages(engine, requests)
+        assert_as_alone(found, expected)
+        shared = (len(prompt) - 1) // page_size * page_size
+        # The last token that is chosen is not read.
+        assert rows == shared + count * (len(prompt) - shared + new - 1)
+        if chunk_size == 512:
+            total = engine.cache.num_pages_for(len(prompt) + new - 1)
+            assert pages == shared // page_size + count * (total - shared // page_size)
+
+
+@pytest.mark.ranks(2)
+def test_common_beginnings_of_different_prompts(group):
+    """Of a system prompt, of a prompt that begins another, and with log-probabilities that need all rows."""
+    model = make_model(Shape(), group)
+    system = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    # A beginning of a page that others have filled further, another page that follows, and the second page first.
+    prompts = [system, [*system, 1, 2, 3], [*system, 1, 2, 4], system[:6], [*system[:4], 1, 1, 1, 1, 2], system[4:]]
+    requests = [Request(prompt, 3, GREEDY, log_probs=1) for prompt in prompts]
+    _, rows, pages, _ = rows_and_pages(BatchEngine(model, capacity=200, page_size=4), requests)
+    unread = [0, 8, 8, 4, 4, 0]
+    assert rows == sum(len(prompt) + 2 for prompt in prompts) - sum(unread)
+    assert pages == sum(-(-(len(prompt) + 2) // 4) for prompt in prompts) - sum(unread) // 4
+    for index in (0, 2):
+        requests[index] = replace(requests[index], prompt_log_probs=0)
+    expected = [generate_all(model, [request])[0] for request in requests]
+    found, rows, _, _ = rows_and_pages(BatchEngine(model, capacity=200, page_size=4), requests)
+    assert_as_alone(found, expected)
+    assert rows == sum(len(prompt) + 2 for prompt in prompts) - sum(unread) + unread[2]
+
+
+@pytest.mark.ranks(2)
+def test_sequences_that_share_take_back_only_their_own_pages(group):
+    """In caches that hold little more than one text, also of texts that outgrow the window, after the first ended."""
+    model = make_model(Shape(), group)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    requests = [Request(prompt, 1 + 3 * seed, Sampling(), seed=seed, log_probs=0) for seed in range(6)]
+    requests[2] = replace(requests[2], prompt_log_probs=2)
+    expected = [generate_all(model, [request])[0] for request in requests]
+    for capacity, page_size, chunk_size, most in (
+        (16, 2, 512, 32), (18, 3, 4, 32), (22, 2, 7, 32), (24, 4, 512, 3), (20, 1, 2, 32),
+    ):  # fmt: skip
+        engine = BatchEngine(model, capacity=capacity, page_size=page_size, chunk_size=chunk_size, max_sequences=most)
+        found, _, _, took_back = rows_and_pages(engine, requests)
+        assert_as_alone(found, expected)
+        assert took_back
+
+
+@pytest.mark.ranks(1)
+def test_nothing_is_shared_between_runs(group):
+    """The weights may have changed, also if the first run ends early."""
+    model = make_model(Shape(), group)
+    requests = [Request([1, 2, 3, 4, 5, 6, 7, 8, 9], 4, GREEDY) for _ in range(3)]
+    engine = BatchEngine(model, page_size=4)
+    next(engine.run([replace(requests[0], max_new_tokens=1), *requests]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    results = [result.token_ids for _, result in engine.run(requests)]
+    assert results == [alone(model, request) for request in requests]
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_shared_if_frequencies_depend_on_the_length(group):
+    topology, scaling = Topology.create(tp=2), RotaryScaling("dynamic", 4.0, original_max_position_embeddings=4)
+    config = ModelConfig(num_layers=2, hidden_size=20, num_attention_heads=4, init_method_std=0.3)
+    rotated = {"position_embedding_type": "rope", "rope_scaling": scaling}
+    model = GPT(config, 60, 40, groups=Groups.of(topology), **rotated)
+    requests = [Request(list(range(10, 10 + length)), 3, GREEDY, log_probs=0) for length in (9, 9, 14)]
+    expected = [generate_all(model, [request])[0] for request in requests]
+    found, rows, _, _ = rows_and_pages(BatchEngine(model, capacity=200, page_size=4), requests)
+    assert_as_alone(found, expected, rel=1e-4)
+    assert rows == 11 + 11 + 16
+    topology.destroy()
 
 
 @pytest.mark.ranks(1)

@@ -49,8 +49,9 @@ class BatchEngine:
     gradient, in ``step``; ``run`` sees to it. Its weights may change between two runs.
 
     A prompt is read in chunks, between which the texts of others grow. If the cache is full, requests wait, in their
-    order. If it is full because texts grow, the youngest one gives its pages back and is read again later. A model by
-    a plan (``PlannedModel``) has caches of transformers; it reads one prompt after the other, whole.
+    order. If it is full because texts grow, the youngest one gives its pages back and is read again later. Sequences
+    that begin with the same tokens share the full pages of these while one of them runs, and only the first reads them.
+    A model by a plan (``PlannedModel``) has caches of transformers; it reads one prompt after the other, whole.
 
     Args:
         model: the model.
@@ -201,7 +202,7 @@ class BatchEngine:
         works: dict[RunningSequence, Work] = {}
         for sequence in list(self._running):
             if sequence.num_cached == len(sequence.context) - 1 and self._has_room(sequence, works):
-                works[sequence] = Work(sequence, sequence.num_cached, sequence.num_cached + 1)
+                self._read_chunk(sequence, 1, works)
         left = self._chunk_size
         for sequence in list(self._running):
             if left > 0 and sequence not in works and self._has_room(sequence, works):
@@ -209,19 +210,27 @@ class BatchEngine:
         while left > 0 and self._waiting and len(self._running) < self._max_sequences:
             sequence = self._waiting[0]
             length = sequence.most_tokens if self._reserves else len(sequence.context)
+            # If there are tokens left, this pass reads all running sequences to their ends. In each layer it writes all
+            # keys before it attends to any, so the pages that it fills can be shared in the same pass.
+            self._store.share_(sequence)
             # With a page for each text that grows, so that they do not soon take these back.
             if not self._store.extend_(sequence, length, self._running):
+                self._forget(sequence)
                 break
             self._running.append(self._waiting.popleft())
             left -= self._read_chunk(sequence, left, works)
         # Single tokens first, by the number of keys, so that sequences of about one length are computed together.
         return sorted(works.values(), key=lambda work: (work.stop - work.start > 1, work.stop, work.sequence.number))
 
-    @staticmethod
-    def _read_chunk(sequence: RunningSequence, left: int, works: dict[RunningSequence, Work]) -> int:
+    def _read_chunk(self, sequence: RunningSequence, left: int, works: dict[RunningSequence, Work]) -> int:
         start = sequence.num_cached
         works[sequence] = Work(sequence, start, min(len(sequence.context), start + left))
+        self._store.offer_(works[sequence])
         return works[sequence].stop - start
+
+    def _forget(self, sequence: RunningSequence) -> None:
+        self._store.release_(sequence)
+        sequence.num_cached = 0
 
     def _has_room(self, sequence: RunningSequence, works: dict[RunningSequence, Work]) -> bool:
         """Make room for a sequence's tokens; take the pages of younger ones if need be, or its own."""
@@ -229,8 +238,8 @@ class BatchEngine:
             return False
         while not self._store.extend_(sequence, len(sequence.context)):
             youngest = self._running.pop()
-            self._store.release_(youngest)
-            youngest.num_cached = 0
+            # Sequences that took pages from it are younger, so they have given them back already.
+            self._forget(youngest)
             works.pop(youngest, None)
             self._waiting.appendleft(youngest)
             if youngest is sequence:

@@ -1,7 +1,8 @@
 """Keys and values of many sequences in pages, and a pass over the new tokens of several of them.
 
-A page holds the keys and values of ``page_size`` successive tokens of one sequence, in every layer. A sequence takes a
-page when it needs one and gives all of them back at its end, so that it wastes less than a page.
+A page holds the keys and values of ``page_size`` successive tokens, in every layer. A sequence takes a page when it
+needs one and gives all of them back at its end, so that it wastes less than a page. Sequences that begin with the same
+tokens share the full pages of these, which are not written any more. A page is free when no sequence has it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shardwise.models.transformer.core_attention import RowCache
 from shardwise.models.transformer.masks import AttentionMask
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
+_Key = tuple[int, tuple[int, ...]]
 
 
 class PagedCache:
@@ -58,6 +60,11 @@ class PagedCache:
             for groups, *widths in sizes
         ]
         self._free = list(range(1, num_pages + 1))
+        self._num_holders = [0] * (1 + num_pages)
+        # Full pages by the page before them, or 0, and their tokens. A sequence that has a page also has the pages
+        # before it, so an entry is valid while its page is taken.
+        self._full: dict[_Key, int] = {}
+        self._keys: dict[int, _Key] = {}
 
     @classmethod
     def for_model(cls, model: GPT, *, num_pages: int, page_size: int) -> PagedCache:
@@ -87,14 +94,41 @@ class PagedCache:
         missing = self.num_pages_for(length) - len(pages)
         if missing > 0 and missing + spare > len(self._free):
             return False
-        # The lowest free pages often follow each other, and attention then needs no copy of them.
-        pages.extend(heapq.heappop(self._free) for _ in range(missing))
+        for _ in range(missing):
+            # The lowest free pages often follow each other, and attention then needs no copy of them.
+            pages.append(heapq.heappop(self._free))
+            self._num_holders[pages[-1]] = 1
         return True
 
+    def share_(self, pages: list[int], ids: Sequence[int]) -> int:
+        """Give a sequence without pages the full pages of its first tokens ``ids``; return the number of tokens."""
+        for number in range(len(ids) // self.page_size):
+            page = self._full.get(self._key(pages, ids, number))
+            if page is None:
+                break
+            self._num_holders[page] += 1
+            pages.append(page)
+        return len(pages) * self.page_size
+
+    def offer_(self, pages: Sequence[int], ids: Sequence[int], start: int, stop: int) -> None:
+        """Let others share the pages of a sequence ``ids`` that its tokens from ``start`` to ``stop`` fill."""
+        for number in range(start // self.page_size, stop // self.page_size):
+            key = self._key(pages, ids, number)
+            if self._full.setdefault(key, pages[number]) == pages[number]:
+                self._keys[pages[number]] = key
+
+    def _key(self, pages: Sequence[int], ids: Sequence[int], number: int) -> _Key:
+        size = self.page_size
+        return (pages[number - 1] if number > 0 else 0, tuple(ids[number * size : (number + 1) * size]))
+
     def release_(self, pages: list[int]) -> None:
-        """Take back all pages of a sequence."""
+        """Take all pages from a sequence."""
         for page in pages:
-            heapq.heappush(self._free, page)
+            self._num_holders[page] -= 1
+            if self._num_holders[page] == 0:
+                heapq.heappush(self._free, page)
+                if page in self._keys:
+                    del self._full[self._keys.pop(page)]
         pages.clear()
 
     def layer(self, layer_number: int) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,12 @@ class RunningSequence:
             return range(0)
         return range(max(start, len(self.result.prompt_log_probs)), min(stop, self.prompt_length - 1))
 
+    @property
+    def first_needed(self) -> int:
+        """The first position whose logits are needed."""
+        last = len(self.context) - 1
+        return next(iter(self.unmeasured(0, last)), last)
+
 
 class Work(NamedTuple):
     """Tokens of a sequence that a pass reads: those of its context from ``start`` to ``stop``."""
@@ -63,6 +69,14 @@ class SequenceStore(Protocol):
         """Make room for ``length`` tokens of a sequence; return False if that leaves too little for others to grow."""
         ...
 
+    def share_(self, sequence: RunningSequence) -> None:
+        """Take what others have read of a sequence's first tokens, before it reads any."""
+        ...
+
+    def offer_(self, work: Work) -> None:
+        """Let others share what the next pass reads."""
+        ...
+
     def release_(self, sequence: RunningSequence) -> None:
         """Forget a sequence."""
         ...
@@ -85,6 +99,14 @@ class PagedStore:
     def extend_(self, sequence: RunningSequence, length: int, others: Sequence[RunningSequence] = ()) -> bool:
         spare = sum(self.cache.num_pages_for(other.most_tokens) > len(other.pages) for other in others)
         return self.cache.extend_(sequence.pages, length, spare=spare)
+
+    def share_(self, sequence: RunningSequence) -> None:
+        if not self._model.depends_on_length:
+            sequence.num_cached = self.cache.share_(sequence.pages, sequence.context[: sequence.first_needed])
+
+    def offer_(self, work: Work) -> None:
+        if not self._model.depends_on_length:
+            self.cache.offer_(work.sequence.pages, work.sequence.context, work.start, work.stop)
 
     def release_(self, sequence: RunningSequence) -> None:
         self.cache.release_(sequence.pages)
@@ -119,6 +141,12 @@ class PlannedStore:
 
     def extend_(self, sequence: RunningSequence, length: int, others: Sequence[RunningSequence] = ()) -> bool:
         return True
+
+    def share_(self, sequence: RunningSequence) -> None:
+        pass
+
+    def offer_(self, work: Work) -> None:
+        pass
 
     def release_(self, sequence: RunningSequence) -> None:
         sequence.cache = None
