@@ -127,13 +127,13 @@ class GeneratingArguments(ModelArguments):
 class GenerateArguments(ExactArguments, GeneratingArguments):
     """Continue texts with a model from shardwise train, demo, finetune or import-hf, or from a Hugging Face folder.
 
-    The same seed gives the same text on any number of ranks, and whatever other prompts there are.
+    The same seed gives the same text on any number of ranks and with any other prompts.
 
     Attributes:
         prompt: text to continue; an empty prompt starts a new text. Several if the flag is repeated.
-        prompts: file of prompts, in JSON lines such as {"prompt": "..."} or {"tokens": [1, 2]}, with settings such as
-            "seed" and "max_new_tokens" of their own if need be; a .txt file has one in each line. "-" reads JSON lines
-            from standard input.
+        prompts: file of prompts, in JSON lines such as {"prompt": "..."} or {"tokens": [1, 2]}, each with its
+            settings if it has some ("seed", "max_new_tokens", ...); a .txt file has one in each line. "-" reads JSON
+            lines from standard input.
         n: number of texts for each prompt; each has the seed after that of the one before.
         json: print each text as a line of JSON, as soon as it is done.
         stop: string that ends a text and is no part of it; several if the flag is repeated.
