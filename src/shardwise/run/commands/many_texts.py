@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from shardwise.core.atomic_files import open_regular
-from shardwise.core.communication.agreement import agree, gather_objects
-from shardwise.core.errors import ConfigError, DataError, ShardwiseError
-from shardwise.data.json_records import check_text, keys_of, kind_of, value_of_line
-from shardwise.data.tokenizer import StoppableText, Tokenizer
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.data.tokenizer import StoppableText
 from shardwise.models.generation import Generated, LogProb, Request
 from shardwise.models.generation.cache import CausalModel
 from shardwise.models.generation.engine import engine_for
+from shardwise.run.commands.given_texts import Prompt, Texts, at_place, read_on_first, text_to_measure
 from shardwise.run.commands.opened_model import OpenCheckpoint, same_checkpoint
 from shardwise.run.commands.text_generation import SamplingRequest, checked_stops, load_to_generate, open_causal
 from shardwise.run.processes.ranks import Ranks, open_ranks
@@ -37,19 +34,10 @@ from shardwise.training.bounds import (
     TOP_LOG_PROBS,
     TOP_P,
     Range,
-    check_value,
-    checked,
     checks_arguments,
 )
 
-STDIN = "-"
-"""The name of standard input."""
-
 _OVER_ZERO = Range(0, 1e6, low_included=False)
-
-Texts = str | PathLike[str] | Sequence[str | Mapping[str, Any]]
-"""Texts: a file of JSON lines, a ``.txt`` file with one in each line, ``"-"`` for JSON lines of standard input; or a
-sequence of strings and of records as the lines have them."""
 
 
 @dataclass(frozen=True)
@@ -199,14 +187,14 @@ def generate_many(
 
         asked: list[_Asked] = []
         notes: dict[str, None] = {}
-        for number, (where, value) in enumerate(_read_on_first(ranks, prompts)):
+        for number, (where, value) in enumerate(read_on_first(ranks, prompts)):
             try:
-                prompt = _Prompt.of(where, value, given, stops, seed, tokenizer, parse_special=special_tokens)
+                prompt = Prompt.of(where, value, given, stops, seed, tokenizer, parse_special=special_tokens)
                 choice = prompt.request.choose(opened, tokenizer, len(prompt.ids), defaults)
                 if prompt.seed + n > SEED.high:
                     raise ConfigError(f"seed is {prompt.seed}, and {n} texts have it and those after it; lower it")
             except ShardwiseError as error:
-                done(Sample(number, error=_at(where, error)))
+                done(Sample(number, error=at_place(where, error)))
                 continue
             notes |= dict.fromkeys(choice.notes)
             for index in range(n):
@@ -248,7 +236,7 @@ def generate_many(
         def refuse(index: int, error: ShardwiseError) -> None:
             own = asked[index]
             if own.sample == 0:
-                done(Sample(own.prompt, error=_at(own.where, error)))
+                done(Sample(own.prompt, error=at_place(own.where, error)))
 
         with ranks.phase("generating"):
             _answer(model, [each.request for each in asked], batch_size, cache_tokens, finish, refuse)
@@ -302,11 +290,11 @@ def score(
             ranks.on_first(on_score)(measured)
 
         requests: list[tuple[Request, int, int, str]] = []
-        for number, (where, value) in enumerate(_read_on_first(ranks, texts)):
+        for number, (where, value) in enumerate(read_on_first(ranks, texts)):
             try:
-                ids, first = _text_to_measure(where, value, tokenizer, parse_special=special_tokens)
+                ids, first = text_to_measure(where, value, tokenizer, parse_special=special_tokens)
             except ShardwiseError as error:
-                done(Score(number, error=_at(where, error)))
+                done(Score(number, error=at_place(where, error)))
                 continue
             request = Request(ids, 0, prompt_log_probs=top_log_probs, temperature=temperature)
             requests.append((request, first, number, where))
@@ -320,7 +308,7 @@ def score(
 
         def refuse(index: int, error: ShardwiseError) -> None:
             _, _, number, where = requests[index]
-            done(Score(number, error=_at(where, error)))
+            done(Score(number, error=at_place(where, error)))
 
         with ranks.phase("measuring"):
             _answer(model, [each[0] for each in requests], batch_size, cache_tokens, finish, refuse)
@@ -336,127 +324,6 @@ class _Asked(NamedTuple):
     prompt: int
     sample: int
     where: str
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    text: str
-    ids: list[int]
-    request: SamplingRequest
-    stops: tuple[str, ...]
-    seed: int
-
-    @classmethod
-    def of(
-        cls,
-        where: str,
-        value: Any,
-        given: SamplingRequest,
-        stops: tuple[str, ...],
-        seed: int,
-        tokenizer: Tokenizer,
-        *,
-        parse_special: bool,
-    ) -> _Prompt:
-        """Read a prompt, whose own settings override the given ones."""
-        record = {"prompt": value} if isinstance(value, str) else value
-        _check_record(record, '{"prompt": "..."}')
-        own = {name: record[name] for name in record.keys() - {"prompt", "tokens", "seed", "stop"}}
-        settings = {spec.name: getattr(given, spec.name) for spec in fields(SamplingRequest)}
-        request = SamplingRequest(**settings | checked(SamplingRequest, own, ""))
-        own_seed: Any = record.get("seed", seed)
-        check_value("seed", own_seed, int, SEED)
-        stops = checked_stops(record["stop"]) if "stop" in record else stops
-        if "tokens" in record:
-            ids = _ids_of(record, "tokens")
-            return cls(tokenizer.decode(ids), ids, request, stops, own_seed)
-        text = _string_of(record, "prompt", where)
-        ids = [*tokenizer.beginning, *tokenizer.encode(text, parse_special=parse_special)]
-        return cls(text, ids, request, stops, own_seed)
-
-
-def _text_to_measure(where: str, value: Any, tokenizer: Tokenizer, *, parse_special: bool) -> tuple[list[int], int]:
-    """Return the ids of a text, and the index of the first that is measured."""
-    record = {"text": value} if isinstance(value, str) else value
-    _check_record(record, '{"text": "..."}')
-
-    def encoded(name: str) -> list[int]:
-        return tokenizer.encode(_string_of(record, name, where), parse_special=parse_special)
-
-    if "tokens" in record:
-        before, ids = _ids_of(record, "prompt_tokens") if "prompt_tokens" in record else [], _ids_of(record, "tokens")
-    elif "completion" in record:
-        before, ids = [*tokenizer.beginning, *encoded("prompt")], encoded("completion")
-    else:
-        before, ids = list(tokenizer.beginning), encoded("text")
-    if not ids:
-        raise DataError("the text has no tokens; give it at least one")
-    return [*before, *ids], len(before)
-
-
-def _check_record(record: Any, example: str) -> None:
-    if isinstance(record, DataError):
-        raise record
-    if not isinstance(record, Mapping):
-        raise DataError(f"neither a JSON object nor a string but {kind_of(record)}; it must be like {example}")
-
-
-def _string_of(record: Mapping[str, Any], name: str, where: str) -> str:
-    if name not in record:
-        raise DataError(f"no key {name!r} (its keys: {keys_of(record)})")
-    if not isinstance(record[name], str):
-        raise DataError(f"{name!r} is not a string but {kind_of(record[name])}")
-    return check_text(record[name], where, repr(name))
-
-
-def _ids_of(record: Mapping[str, Any], name: str) -> list[int]:
-    ids = record[name]
-    if not isinstance(ids, Sequence) or isinstance(ids, str) or any(type(each) is not int for each in ids):
-        raise DataError(f"{name!r} must be a list of integers, the ids of tokens")
-    return list(ids)
-
-
-def _at(where: str, error: Exception) -> str:
-    """Return an error with the place of its text before it."""
-    text = " ".join(str(error).split())
-    return text if text.startswith(where) else f"{where}: {text}"
-
-
-def _read_on_first(ranks: Ranks, texts: Texts) -> list[tuple[str, Any]]:
-    """Return place and value of each text, as the first rank reads them."""
-    read = agree(lambda: list(_read(texts)) if ranks.is_first else [], group=ranks.control)
-    found: list[tuple[str, Any]] = gather_objects(read, "the texts", group=ranks.control)[0]
-    return found
-
-
-def _read(texts: Texts) -> Iterator[tuple[str, Any]]:
-    if not isinstance(texts, str | PathLike):
-        yield from ((f"text {number}", value) for number, value in enumerate(texts, start=1))
-        return
-    name, path = "standard input" if texts == STDIN else repr(str(texts)), Path(texts)
-    try:
-        if texts == STDIN:
-            content = sys.stdin.buffer.read()
-        else:
-            with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-                content = file.read()
-        lines = content.decode("utf-8").split("\n")
-    except OSError as error:
-        raise DataError(f"{name} cannot be read: {error.strerror or error}; name a file of texts, or - ") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name} is no text: {error}; write it in UTF-8") from error
-    for number, line in enumerate(lines, start=1):
-        where = f"{name}, line {number}"
-        if not line.strip():
-            continue
-        if texts != STDIN and path.suffix == ".txt":
-            yield where, line.removesuffix("\r")
-            continue
-        try:
-            yield where, value_of_line(line, where)
-        except DataError as error:
-            # One that is no record; the others are answered.
-            yield where, error
 
 
 def _load(
