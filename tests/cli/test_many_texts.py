@@ -169,11 +169,14 @@ def test_samples_arrive_as_soon_as_they_are_done(run):
         seen.append(sample)
         raise KeyboardInterrupt
 
-    prompts = [{"prompt": "x", "max_new_tokens": 12}, {"prompt": "x", "max_new_tokens": 2}]
+    last = {"prompt": "x", "max_new_tokens": 2, "seed": 2**63 - 1}
+    prompts = [{"prompt": "x", "max_new_tokens": 12}, last]
     with pytest.raises(KeyboardInterrupt):
         generate_many(run.folder, prompts, device="cpu", on_sample=interrupt)
     assert [sample.prompt for sample in seen] == [1]
-    assert len(generate_many(run.folder, prompts, device="cpu")) == 2
+    assert [sample.error for sample in generate_many(run.folder, prompts, device="cpu")] == [None, None]
+    (sample,) = generate_many(run.folder, [last], n=2, device="cpu")
+    assert "seed is 9223372036854775807, and 2 texts have it and those after it" in sample.error
 
 
 @pytest.mark.parametrize(

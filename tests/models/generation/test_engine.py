@@ -12,6 +12,7 @@ from models.generation.test_generation import WINDOW, both_shapes, make_model
 from models.model_checks import whole_weights
 from models.test_gpt import Shape
 
+from shardwise.core.communication.agreement import check_same
 from shardwise.core.errors import ConfigError, DesyncError, DivergenceError, VocabularyError
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
@@ -20,11 +21,13 @@ from shardwise.models.generation import (
     BatchEngine,
     Request,
     Sampling,
+    engine as engine_module,
     generate,
     generate_all,
     inference_view,
     sequence_log_probs,
 )
+from shardwise.models.generation.engine import engine_for
 from shardwise.models.generation.generation import evaluation_mode
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.rotary import RotaryScaling
@@ -37,7 +40,7 @@ def requests_of(vocab: int, count: int = 12) -> list[Request]:
     numbers = random.Random(4)
     made = []
     for index, length in enumerate(LENGTHS):
-        sampling = (GREEDY, Sampling(), Sampling(1.2, top_p=0.9))[index % 3]
+        sampling = (GREEDY, Sampling(), Sampling(1.2, top_p=0.9), Sampling(0.0, repetition_penalty=1.7))[index % 4]
         prompt = [numbers.randrange(vocab) for _ in range(length)]
         made.append(Request(prompt, count + index, sampling, seed=index, eos_ids=[5]))
     return made
@@ -109,16 +112,21 @@ def test_sequence_parallel_and_inference_layers(group):
 @pytest.mark.ranks(2)
 def test_the_cache_wastes_less_than_a_page_per_sequence(group):
     model = make_model(Shape(), group)
-    engine = BatchEngine(model, capacity=400, page_size=4, chunk_size=6)
+    engine = BatchEngine(model, capacity=400, page_size=4, chunk_size=6, max_sequences=5)
     engine.add([replace(each, eos_ids=()) for each in requests_of(Shape().vocab, count=8)])
+    most = 0
     with evaluation_mode(model):
         while not engine.is_idle:
             works = engine.schedule()
+            most = max(most, len(engine._running))
+            single = [work.stop for work in works if work.stop - work.start == 1]
+            assert single == sorted(single), "sequences of about one length are computed together"
             used = engine.cache.num_pages - engine.cache.num_free
             sequences = engine._running
             assert used == sum(-(-len(each.context) // 4) for each in sequences)
             assert used * 4 - sum(len(each.context) for each in sequences) < 4 * len(sequences)
             engine.accept(works, engine.choose(works, engine.logits(works)).tolist())
+    assert most == 5
 
 
 def rows_and_pages(engine: BatchEngine, requests: list[Request]) -> tuple[dict, int, int, bool]:
@@ -128,7 +136,9 @@ def rows_and_pages(engine: BatchEngine, requests: list[Request]) -> tuple[dict, 
     with evaluation_mode(engine.model):
         while not engine.is_idle:
             works = engine.schedule()
-            took_back |= any(each.result.token_ids for each in engine._waiting)
+            has_text = [bool(each.result.token_ids) for each in engine._waiting]
+            assert has_text == sorted(has_text, reverse=True), "texts that gave pages back go on before new ones"
+            took_back |= any(has_text)
             rows += sum(work.stop - work.start for work in works)
             pages = max(pages, engine.cache.num_pages - engine.cache.num_free)
             logits = engine.logits(works)
@@ -205,6 +215,27 @@ def test_sequences_that_share_take_back_only_their_own_pages(group):
 
 
 @pytest.mark.ranks(1)
+def test_a_prompt_waits_for_pages_that_texts_need_next(group):
+    """Otherwise it would give its two pages back at once, and would be read twice."""
+    requests = [Request([1, 2, 3, 4], 5, GREEDY), Request([5, 6, 7, 8, 9, 10, 11, 12], 1, GREEDY)]
+    engine = BatchEngine(make_model(Shape(), group), capacity=12, page_size=4)
+    _, rows, _, took_back = rows_and_pages(engine, requests)
+    assert (rows, took_back) == (4 + 4 + 8, False)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_numbers_of_heads_have_as_many_pages(group, monkeypatch):
+    """Those of the rank with the most heads: with other numbers, ranks would read other sequences in a pass."""
+    monkeypatch.setattr(engine_module, "_BYTES", 100_000)
+    model = make_model(Shape(), group)
+    engines = [BatchEngine(model, page_size=1), engine_for(model, [Request([1], 16)] * 32, page_size=1)]
+    for engine in engines:
+        check_same(engine.cache.num_pages, "the number of pages", group=group)
+        assert WINDOW < engine.cache.num_pages < 32 * WINDOW
+        assert engine.cache.num_bytes <= 101_000
+
+
+@pytest.mark.ranks(1)
 def test_nothing_is_shared_between_runs(group):
     """The weights may have changed, also if the first run ends early."""
     model = make_model(Shape(), group)
@@ -229,6 +260,11 @@ def test_nothing_is_shared_if_frequencies_depend_on_the_length(group):
     found, rows, _, _ = rows_and_pages(BatchEngine(model, capacity=200, page_size=4), requests)
     assert_as_alone(found, expected, rel=1e-4)
     assert rows == 11 + 11 + 16
+    # Chunks have the frequencies of the whole prompt, and no text loses keys that it could not compute again.
+    engine = BatchEngine(model, capacity=20, page_size=4, chunk_size=4)
+    found, rows, _, took_back = rows_and_pages(engine, requests)
+    assert_as_alone(found, expected, rel=1e-4)
+    assert (rows, took_back) == (11 + 11 + 16, False)
     topology.destroy()
 
 
@@ -308,6 +344,8 @@ def test_why_a_text_ends(group):
     )
     assert ended.text_ids == seen == text.token_ids[:first]
     assert stopped.text_ids == stopped.token_ids
+    (last,) = generate_all(model, [replace(requests[0], max_new_tokens=first + 1, on_token=None)])
+    assert (last.reason, last.text_ids) == ("end", text.token_ids[:first])
     assert model.training
 
 
@@ -333,14 +371,22 @@ def test_requests_that_cannot_be_answered(group):
         BatchEngine(model, chunk_size=0)
     # What just fits waits for the others.
     assert [len(each.token_ids) for each in generate_all(model, [Request([1], 8)] * 3, capacity=8)] == [8] * 3
+    # The cache of few sequences has room for the longest.
+    mixed = [Request([1], length) for length in (2, 16, 3)]
+    assert [len(each.token_ids) for each in generate_all(model, mixed, max_sequences=1)] == [2, 16, 3]
 
 
 @pytest.mark.ranks(2)
 def test_errors_on_every_rank(group):
     model = make_model(Shape(), group)
-    prompt = [[1, 2], [1, 3]][group.rank()]
-    with pytest.raises(DesyncError, match=r"disagree on what to generate: rank 0 has '1 requests"):
-        generate_all(model, [Request(prompt, 2)])
+    request = Request([1, 2], 2, log_probs=0, prompt_log_probs=0)
+    for other in (
+        {"prompt_ids": [1, 3]}, {"max_new_tokens": 3}, {"sampling": GREEDY}, {"seed": 1}, {"eos_ids": [3]},
+        {"log_probs": 1}, {"prompt_log_probs": None}, {"temperature": 2.0},
+    ):  # fmt: skip
+        own = replace(request, **other) if group.rank() else request
+        with pytest.raises(DesyncError, match=r"disagree on what to generate: rank 0 has '1 requests"):
+            generate_all(model, [own])
     with torch.no_grad():
         model.decoder.layers[0].mlp.linear_fc1.weight[0] = torch.nan
     engine = BatchEngine(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickle
@@ -27,7 +28,7 @@ from shardwise.core.tensor_files import StoredTensor
 from shardwise.models import ModelConfig
 from shardwise.storage.huggingface import load_pretrained
 from shardwise.storage.huggingface.megatron.arguments import MEGATRON
-from shardwise.storage.huggingface.megatron.chunks import Chunk, shape_of
+from shardwise.storage.huggingface.megatron.chunks import RANK_FILE, Chunk, rank_chunks, read_chunks, shape_of
 from shardwise.storage.huggingface.megatron.exporting import save_megatron
 from shardwise.storage.huggingface.megatron.folder import MegatronFolder, _placed
 from shardwise.storage.huggingface.megatron.optimizer_state import load_optimizer_state
@@ -77,6 +78,19 @@ def test_both_forms_and_the_folder_of_an_iteration_are_one_model() -> None:
         if len(stored.shape) == 2:
             part = one.read(name, (3, 1), (9, 5))
             torch.testing.assert_close(part, one.read(name, *whole)[3:12, 1:6], rtol=0, atol=0)
+
+
+def test_layers_of_more_than_ten_interleaved_chunks_are_in_order(tmp_path: Path) -> None:
+    """Chunk ``model10`` follows ``model9``; chunk ``c`` of stage ``p`` of two holds layer ``2 * c + p``."""
+    name, num_chunks = "input_layernorm.weight", 11
+    args = argparse.Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    for p in range(2):
+        (tmp_path / f"mp_rank_00_{p:03d}").mkdir()
+        states = {f"model{c}": {f"decoder.layers.0.{name}": torch.full((2,), 2.0 * c + p)} for c in range(num_chunks)}
+        torch.save({"args": args, **states}, tmp_path / f"mp_rank_00_{p:03d}" / RANK_FILE)
+    _, chunks = rank_chunks(tmp_path)
+    found = [read_chunks(chunks[f"decoder.layers.{layer}.{name}"], (0,), (2,)) for layer in range(2 * num_chunks)]
+    assert [each.tolist() for each in found] == [[layer, layer] for layer in range(2 * num_chunks)]
 
 
 def test_the_form_of_megatron_core_0_19_is_the_same_model() -> None:

@@ -191,7 +191,7 @@ def generate_many(
             try:
                 prompt = Prompt.of(where, value, given, stops, seed, tokenizer, parse_special=special_tokens)
                 choice = prompt.request.choose(opened, tokenizer, len(prompt.ids), defaults)
-                if prompt.seed + n > SEED.high:
+                if prompt.seed + n - 1 > SEED.high:
                     raise ConfigError(f"seed is {prompt.seed}, and {n} texts have it and those after it; lower it")
             except ShardwiseError as error:
                 done(Sample(number, error=at_place(where, error)))

@@ -295,10 +295,8 @@ def size_in(path: Path, args: Mapping[str, Any], name: str) -> int:
 
 def _states(path: Path, content: Any) -> Iterator[dict[str, Any]]:
     """Return the tensors of each chunk of the model on a rank."""
-    names = (
-        ["model"] if "model" in content else sorted(each for each in content if re.fullmatch(r"model\d+", str(each)))
-    )
-    for name in names:
+    numbered = {int(match[1]): each for each in content if (match := re.fullmatch(r"model(\d+)", str(each)))}
+    for name in ["model"] if "model" in content else [numbered[number] for number in sorted(numbered)]:
         state = content[name]
         is_flat = isinstance(state, dict) and all(isinstance(each, str) for each in state)
         if not is_flat or "language_model" in state:
