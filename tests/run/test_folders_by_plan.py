@@ -23,6 +23,7 @@ from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.by_plan import library
+from shardwise.run import plan_run
 from shardwise.run.metrics import read_metrics
 from shardwise.run.settings import (
     FinetuneSettings,
@@ -32,6 +33,7 @@ from shardwise.run.settings import (
     RecomputeSettings,
 )
 from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.run.utilisation import model_flops_per_token
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.pretrained import PretrainedFolder, config_from_json
 
@@ -105,6 +107,7 @@ def test_a_run_at_tp_2_equals_one_rank_and_goes_on_at_tp_3(root: Path, kind: str
         for other in rows[1:]:
             found = torch.tensor([row[name] for row in other], dtype=torch.float64)
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    assert all(row["mfu"] > 0 for each in rows for row in each)
     base = load_file(root / kind / "model.safetensors")
     for other in weights[1:]:
         assert other.keys() == base.keys()
@@ -239,6 +242,14 @@ def test_files_with_a_tensor_for_each_expert(group: dist.ProcessGroup, tmp_path:
     assert base.keys() == again.keys()
     assert any(".experts.2." in name for name in base)
     assert all(torch.equal(base[name], again[name]) for name in base)
+
+
+def test_a_plan_counts_the_operations_of_the_utilisation(root: Path) -> None:
+    sizes = {"model": PretrainedSettings(sequence_length=24), "device": "cpu"}
+    plan = plan_run(root / "Arcee", command="finetune", training={"global_batch_size": 4}, **sizes)
+    needed = 24 * 4 * model_flops_per_token(PretrainedFolder(root / "Arcee").description, 24)
+    # In the backward, PyTorch's attention multiplies queries and keys again: 2 layers of 6 heads of width 4.
+    assert plan.worst.flops == needed + 24 * 4 * 2 * (2 * 6 * 4 * 24)
 
 
 def test_what_needs_a_table_is_refused_by_its_flag(root: Path) -> None:

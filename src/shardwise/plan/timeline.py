@@ -175,6 +175,11 @@ class Timeline(TorchDispatchMode):
         elif func.namespace == "mkldnn":
             # oneDNN's linear, which the registry lacks (``kernels.products``).
             self.count_flops(2 * result.numel() * args[0].size(-1))
+        elif func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.count_flops(4 * args[0].numel() * args[1].size(2))
+        elif func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            # Of five products, one repeats the forward's; the gradient of the output comes first.
+            self.count_flops(10 * args[1].numel() * args[2].size(2))
         return result
 
     def _add(self, tensor: Tensor) -> None:

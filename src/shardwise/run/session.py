@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.communication.overlap import OverlapMethod, Pass, overlap_methods
 from shardwise.core.communication.transports import transport_name
+from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleRows
 from shardwise.kernels.dispatch import agree_on_kernels
@@ -112,13 +113,16 @@ def _try_device(
 
 def _utilisation(task: Task, ranks: Ranks, model: ModelConfig) -> Utilisation:
     settings = task.settings
-    if model.transformers_config is not None:
-        return Utilisation(lambda length: 0, None, "not compared: the operations of such a model are not counted")
+    count = partial(model_flops_per_token, model, trains_weights=task.source.trains_weights)
+    try:
+        count(settings.sequence_length)
+    except ConfigError as error:
+        return Utilisation(lambda length: 0, None, f"not compared: {error}")
     dtype = PRECISIONS[settings.training.dtype].params_dtype
     peak = peak_of(ranks.device, dtype, settings.peak_tflops)
     peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)
     return Utilisation(
-        partial(model_flops_per_token, model, trains_weights=task.source.trains_weights),
+        count,
         None if None in peaks else sum(peaks),
         peak.source,
     )

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import UnwritableError
+from shardwise.models.by_plan.operations import forward_operations
 from shardwise.models.config import ModelConfig
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import ProfileSettings
@@ -133,7 +134,8 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, *, trains_we
     ``6 N + 12 l a d s``: ``N`` elements of weight matrices that a token is multiplied with (of experts, those that it
     goes to; without embeddings, except one tied to the output layer), ``l`` layers of ``a`` heads of width ``d`` (the
     mean width of keys and values), and ``s`` tokens. Attention counts as if each token attended to all others, or in a
-    layer with a smaller window to all tokens of the window. Recomputation does not count.
+    layer with a smaller window to all tokens of the window. Recomputation does not count. Of a model by a plan these
+    products are counted in a forward (``models.by_plan.operations``).
 
     Args:
         model: a ``"gpt"``.
@@ -141,8 +143,15 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, *, trains_we
         trains_weights: False if the weights are frozen, as with adapters, whose own FLOPs are ignored. The formula is
             then ``4 N + 12 l a d s``.
 
+    Raises:
+        ConfigError: the products of a model by a plan cannot be counted.
+
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
+    if model.transformers_config is not None:
+        counted = forward_operations(model)
+        passes = 3 if trains_weights else 2
+        return round(passes * counted.of_weights + 3 * counted.of_attention(sequence_length))
     h = model.hidden_size
     each, ffn = (3 if model.gated_linear_unit else 2) * h, model.ffn_hidden_size
     assert ffn is not None
@@ -162,7 +171,9 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, *, trains_we
     if (experts := model.experts) is not None:
         number = model.num_layers if experts.layers is None else sum(experts.layers)
         inner_width = experts.per_token * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
-        inner = (model.num_layers - number) * each * ffn + number * (each * inner_width + h * experts.num)
+        inner = (model.num_layers - number) * each * ffn + number * (
+            each * inner_width + h * (experts.num + experts.shared_gate)
+        )
     # A token reads one row of the embeddings, and all rows of the output layer.
     multiplied = attention_weights + inner + h * model.vocab_size
     seen, windows = sequence_length, model.window_size or (-1, -1)
