@@ -22,6 +22,8 @@ from shardwise.nn.recompute import is_checkpointing, is_recomputing, recomputed
 COLUMN, COLUMN_SEQUENCE = LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE
 ROW, ROW_SEQUENCE = LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE
 MOVING = [COLUMN, COLUMN_SEQUENCE, ROW, ROW_SEQUENCE]
+# Each way to compute, with the option that overlaps it.
+WAYS = [*((each, {}) for each in MOVING), *((each, {"overlaps": True}) for each in (COLUMN_SEQUENCE, ROW_SEQUENCE))]
 
 
 class Case:
@@ -153,16 +155,16 @@ def test_awkward_strides(group, parallelism):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("parallelism", MOVING)
+@pytest.mark.parametrize(("parallelism", "options"), WAYS, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
     # One rounding of each factor's product, one of each rank's partial sum, one of their sum.
     [(torch.float32, 1e-6), (torch.bfloat16, 3 * 2**-8), (torch.float16, 3 * 2**-11)],
     ids=["fp32", "bf16", "fp16"],
 )
-def test_lower_precisions(group, parallelism, dtype, rtol):
-    case = Case(parallelism, group, (12, 2), 13, 7, dtype)
-    output = case.run()
+def test_lower_precisions(group, parallelism, options, dtype, rtol):
+    case = Case(parallelism, group, (13, 2), 13, 7, dtype)
+    output = case.run(**options)
     output.backward(case.own["output"])
     case.assert_equals_dense(output, rtol)
 
@@ -383,20 +385,20 @@ def test_recomputation_adds_no_collective(group, parallelism, s):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("parallelism", MOVING)
-def test_autocast(group, parallelism):
+@pytest.mark.parametrize(("parallelism", "options"), WAYS, ids=str)
+def test_autocast(group, parallelism, options):
     """As PyTorch's linear: computed in bf16, gradients of the parameters in their own dtype."""
-    case = Case(parallelism, group, (12, 2), 13, 7, torch.float32)
+    case = Case(parallelism, group, (13, 2), 13, 7, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = case.run()
+        output = case.run(**options)
         with torch.no_grad():
-            assert case.run().dtype == torch.bfloat16
+            assert case.run(**options).dtype == torch.bfloat16
     assert output.dtype == torch.bfloat16
     output.backward(case.own["output"].bfloat16())
     case.assert_equals_dense(output.float(), rtol=4 * 2**-8)
-    wide = Case(parallelism, group, (12, 2), 13, 7)
+    wide = Case(parallelism, group, (13, 2), 13, 7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = wide.run()
+        output = wide.run(**options)
     output.backward(wide.own["output"])
     wide.assert_equals_dense(output)
 

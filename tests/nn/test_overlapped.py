@@ -11,22 +11,9 @@ from shardwise.core.communication.context import context_of
 from shardwise.core.sequence_view import SequenceView
 from shardwise.exact.strategies import ExactArithmetic
 from shardwise.nn import ColumnLinear, RowLinear, linear
-from shardwise.nn.linear import tensor_parallel_linear
 from shardwise.nn.recompute import recomputed
 
 MOVING = [COLUMN_SEQUENCE, ROW_SEQUENCE]
-
-
-def run(case, overlaps=True, input_=None):
-    return tensor_parallel_linear(
-        case.own["input"] if input_ is None else input_,
-        case.own["weight"],
-        case.own.get("bias"),
-        parallelism=case.parallelism,
-        group=case.group,
-        sequence=SequenceView(case.whole["input"].size(0), case.group),
-        overlaps=overlaps,
-    )
 
 
 def results(case, overlaps):
@@ -34,7 +21,7 @@ def results(case, overlaps):
     for tensor in case.own.values():
         tensor.grad = None
     with assert_unmodified(*case.own.values()), CollectiveCounter() as counter:
-        output = run(case, overlaps)
+        output = case.run(overlaps=overlaps)
         output.backward(case.own["output"].to(output.dtype))
     found = {"output": output.detach()}
     return found | {name: own.grad for name, own in case.own.items() if name != "output"}, counter.launches
@@ -61,7 +48,7 @@ def test_the_same_numbers_and_the_same_collectives(group, parallelism):
         case.assert_equals_dense(found["output"])
         for context in (torch.no_grad(), torch.inference_mode()):
             with assert_unmodified(*case.own.values()), context:
-                torch.testing.assert_close(run(case).clone(), found["output"], rtol=1e-13, atol=1e-13)
+                torch.testing.assert_close(case.run(overlaps=True).clone(), found["output"], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.ranks(2)
@@ -78,33 +65,6 @@ def test_what_needs_no_gradient(group, parallelism, frozen):
     assert sorted(launched_in_parts, key=str) == sorted(launched, key=str)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("parallelism", MOVING)
-@pytest.mark.parametrize(
-    ("dtype", "rtol"),
-    [(torch.float32, 1e-6), (torch.bfloat16, 3 * 2**-8), (torch.float16, 3 * 2**-11)],
-    ids=["fp32", "bf16", "fp16"],
-)
-def test_lower_precisions(group, parallelism, dtype, rtol):
-    case = Case(parallelism, group, (13, 2), 13, 7, dtype)
-    output = run(case)
-    output.backward(case.own["output"])
-    case.assert_equals_dense(output, rtol)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("parallelism", MOVING)
-def test_autocast(group, parallelism):
-    case = Case(parallelism, group, (13, 2), 13, 7, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = run(case)
-        with torch.no_grad():
-            assert run(case).dtype == torch.bfloat16
-    assert output.dtype == torch.bfloat16
-    output.backward(case.own["output"].bfloat16())
-    case.assert_equals_dense(output.float(), rtol=4 * 2**-8)
-
-
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("parallelism", MOVING)
 def test_recomputation_adds_no_collective(group, parallelism):
@@ -113,7 +73,7 @@ def test_recomputation_adds_no_collective(group, parallelism):
     for tensor in case.own.values():
         tensor.grad = None
     with CollectiveCounter() as counter:
-        output = recomputed(lambda input_: run(case, input_=input_), case.own["input"])
+        output = recomputed(lambda _: case.run(overlaps=True), case.own["input"])
         output.backward(case.own["output"])
     assert sorted(counter.launches, key=str) == sorted(launched, key=str)
     case.assert_equals_dense(output)
@@ -158,7 +118,7 @@ def test_products_and_parts_take_turns(group, monkeypatch, parallelism, forward,
     monkeypatch.setattr(overlap, "choose_transport", lambda *arguments: Watched(choose(*arguments)))
     monkeypatch.setattr(linear, "all_gather_async", watched_gather)
     with Products(seen.append):
-        output = run(case)
+        output = case.run(overlaps=True)
         assert seen == forward
         seen.clear()
         output.backward(case.own["output"])
@@ -230,7 +190,7 @@ def test_fixed_parts_are_left_to_their_own_sums(group, monkeypatch):
 def test_compiled(group, parallelism):
     """One graph, with the numbers of eager mode."""
     case = Case(parallelism, group, (13, 2), 6, 9)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    output = compiled(case)
+    compiled = torch.compile(lambda: case.run(overlaps=True), fullgraph=True, backend="aot_eager")
+    output = compiled()
     output.backward(case.own["output"])
     case.assert_equals_dense(output)

@@ -18,10 +18,11 @@ from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.models.bert import Bert
 from shardwise.models.by_plan.model import PlannedModel
-from shardwise.models.config import ModelConfig, ModelFields, TransformerFields
+from shardwise.models.config import ModelConfig
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.gpt import GPT
 from shardwise.models.language_model import LanguageModel
+from shardwise.models.model_fields import ModelFields, TransformerFields
 from shardwise.models.transformer.mlp import ACTIVATIONS
 
 Model = GPT | Bert | PlannedModel

@@ -9,7 +9,8 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import I, Layout, hidden_layout
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.validation import on_host
-from shardwise.models.config import ModelConfig, PositionEmbedding
+from shardwise.models.config import ModelConfig
+from shardwise.models.model_fields import PositionEmbedding
 from shardwise.models.transformer.layer import ResidualDropout
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
 from shardwise.nn import GroupModule, ReplicatedEmbedding, VocabEmbedding, arithmetic_of, parameter_device, viewless

@@ -16,9 +16,10 @@ from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
-from shardwise.models.config import ModelConfig, ModelFields, PositionEmbedding
+from shardwise.models.config import ModelConfig
 from shardwise.models.experts.router import Reroute, RoutedBatch
 from shardwise.models.language_model import LanguageModel
+from shardwise.models.model_fields import ModelFields, PositionEmbedding
 from shardwise.models.model_input import ModelInput
 from shardwise.models.token_embedding import TokenEmbedding, losses_at, places_learned, tokens_at
 from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage

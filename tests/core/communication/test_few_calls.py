@@ -15,11 +15,13 @@ def is_transport(function: str) -> bool:
 
 
 @pytest.mark.ranks(2)
-def test_from_a_column_layer_to_the_transport(group):
+@pytest.mark.parametrize("grad", [True, False])
+def test_from_a_column_layer_to_the_transport(group, grad):
     layer = ColumnLinear(6, 10, group=group, sequence_parallel=True)
-    input_ = torch.randn(4, 2, 6, requires_grad=True)
-    # What is set up once for a group is not on the way.
-    layer(input_)
-    called = calls_until(is_transport, lambda: layer(input_))
+    input_ = torch.randn(4, 2, 6, requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        # What is set up once for a group is not on the way.
+        layer(input_)
+        called = calls_until(is_transport, lambda: layer(input_))
     assert called[0] == "nn/column.py:ColumnLinear.forward"
     assert len(called) <= 10, chr(10).join(called)

@@ -1,7 +1,6 @@
-"""One function chooses how a call travels, and little stands between a layer and its choice."""
+"""One function chooses how a call travels."""
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import context_of
 from shardwise.core.communication.transports import choose_transport, torch_distributed, transport_name
 from shardwise.core.communication.transports.shared_memory import channel_of, close_channel
-from shardwise.nn import ColumnLinear
 
 SOURCES = Path(shardwise.__file__).parent
 CPU = torch.device("cpu")
@@ -34,34 +32,6 @@ def test_a_transport_is_chosen_by_tensor_group_and_operation(group, monkeypatch)
     assert choose_transport("all_reduce", numbers, group, dist.ReduceOp.PRODUCT) is torch_distributed
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choose_transport("all_reduce", numbers, group) is torch_distributed.Traced
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("grad", [True, False])
-def test_at_most_ten_functions_lie_between_a_column_layer_and_its_transport(group, grad):
-    layer = ColumnLinear(6, 4, group=group, sequence_parallel=True)
-    shard = torch.ones(3, 2, 6, requires_grad=grad)
-    entered = []
-
-    def note(frame, event, _):
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(SOURCES):
-            entered.append((file.relative_to(SOURCES).as_posix(), frame.f_code.co_name))
-
-    with torch.set_grad_enabled(grad):
-        layer(shard)
-        sys.setprofile(note)
-        try:
-            layer(shard)
-        finally:
-            sys.setprofile(None)
-    ours = [name for name, _ in entered]
-    chosen = next(i for i, (_, name) in enumerate(entered) if name == "choose_transport")
-    reached = next(
-        i for i, (file, name) in enumerate(entered) if "transports/" in file and name == "all_gather" and i > chosen
-    )
-    assert reached <= 10, entered[: reached + 1]
-    assert ours[0] == "nn/column.py"
 
 
 def test_only_the_choice_knows_the_transports():

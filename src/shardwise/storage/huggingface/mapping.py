@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
-from shardwise.models.config import TransformerFields
+from shardwise.models.model_fields import TransformerFields
 from shardwise.models.transformer.heads import Heads
 
 Shape = tuple[int, ...]

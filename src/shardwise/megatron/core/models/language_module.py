@@ -20,8 +20,8 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.megatron.errors import AssertedConfigError, AssertedShardingError, asserting
 from shardwise.megatron.surface import given
 from shardwise.models import token_embedding
-from shardwise.models.config import PositionEmbedding as PositionEmbedding
 from shardwise.models.language_model import LanguageModel
+from shardwise.models.model_fields import PositionEmbedding as PositionEmbedding
 from shardwise.nn import viewless
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 from shardwise.training.pipeline.stage import wrapped

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import initialize_shard_
 from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import Interval, ParamLayout, ParamShard, is_copy_by
-from shardwise.core.sharding.pieces import Piece, shape_only
+from shardwise.core.sharding import ParamLayout
 from shardwise.core.topology import Groups
 from shardwise.kernels.grouped import grouped_linear
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of, _groups_of
 from shardwise.megatron.core.tensor_parallel.module import mark_parameter, mark_replicas
+from shardwise.megatron.core.transformer.expert_parameters import LinearOfEach
 from shardwise.megatron.core.transformer.layer_parts import MLPSubmodules, _check_part, _refuse
 from shardwise.megatron.core.transformer.module import MegatronModule, build_module, get_module
 from shardwise.megatron.core.transformer.router_replay import RouterReplay, RouterReplayAction as RouterReplayAction
@@ -266,106 +265,6 @@ class SequentialMLP(_MegatronExperts):
         return torch.stack(tensors[::2]), torch.stack([second.t() for second in tensors[1::2]])
 
 
-class _LinearOfEach(ShardedModule):
-    """Weights of one projection of this rank's experts, ``weight0`` and so on, which take turns in ``whole``.
-
-    Args:
-        experts: the layer of experts.
-        name: ``"up"`` or ``"down"``, its parameter whose values are taken.
-    """
-
-    def __init__(self, experts: _MegatronExperts, name: str) -> None:
-        super().__init__(experts.group)
-        self.key, self.is_transposed = name, name == "down"
-        whole = experts.param_layouts[name]
-        for i in range(experts.num_own):
-            self.param_layouts[f"weight{i}"] = self._layout_of(whole, i, experts.num_own)
-            self.param_replicas[f"weight{i}"] = experts.param_replicas[name]
-            self.register_parameter(f"weight{i}", None)
-        self.fill_(experts, getattr(experts, name))
-
-    def _layout_of(self, whole: ParamLayout, i: int, num: int) -> ParamLayout:
-        """Return the layout of each rank's expert ``i``, of ``num``, in the weight of all experts."""
-        intervals: list[tuple[Interval, ...]] = []
-        for runs in whole.intervals:
-            if len(runs) == 1:
-                start, size = runs[0][0], (runs[0][1] - runs[0][0]) // num
-                intervals.append(((start + i * size, start + (i + 1) * size),))
-            else:
-                intervals.append(runs[i * len(runs) // num : (i + 1) * len(runs) // num])
-        shape = whole.global_shape[::-1] if self.is_transposed else whole.global_shape
-        return ParamLayout(shape, int(self.is_transposed), tuple(intervals), whole.world_size)
-
-    def fill_(self, experts: _MegatronExperts, whole: Tensor) -> None:
-        """Set the weights to the parts of ``whole``, ``[e * rows, h]``; make those that are not on its device."""
-        for (name, old), part in zip(self.weights(), whole.detach().chunk(experts.num_own), strict=True):
-            part = part.t() if self.is_transposed else part
-            if old is not None and old.device == part.device:
-                old.data.copy_(part)
-            else:
-                param: Any = Parameter(part.clone(memory_format=torch.contiguous_format))
-                setattr(self, name, param)
-                experts._mark(param, self.param_layouts[name])
-
-    def reset_parameters(self) -> None:
-        """Do nothing: the layer of experts fills the weights."""
-
-    def weights(self) -> list[tuple[str, Any]]:
-        """Return name and parameter of each expert's weight."""
-        return [(name, getattr(self, name)) for name in self.param_layouts]
-
-    def whole(self) -> Tensor:
-        """Return ``[e, rows, columns]``."""
-        return torch.stack([weight for _, weight in self.weights()])
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return this rank's part of each weight; in a checkpoint it is a part of that of all experts."""
-        key = prefix.removesuffix("linear_fc1.").removesuffix("linear_fc2.") + self.key
-        kind = _TransposedShard if self.is_transposed else _ShardOfExpert
-        options: dict[str, Any] = {"is_copy": is_copy_by(metadata), "sharded_offsets": tuple(sharded_offsets)}
-        return {
-            prefix + name: kind(
-                key, weight, self.param_layouts[name], self.group.rank(), replicas=self.param_replicas[name], **options
-            )
-            for name, weight in self.weights()
-        }
-
-
-class _ShardOfExpert(ParamShard):
-    """A part of an expert's matrix in that of all experts."""
-
-    @property
-    def description(self) -> Any:
-        dtype, shape, layout = super().description
-        return dtype, shape, replace(layout, intervals=())
-
-    def with_layout(self, key: str, layout: ParamLayout) -> ParamShard:
-        return self._but(key=key, layout=layout, is_copy=False)
-
-
-class _TransposedShard(_ShardOfExpert):
-    """The same, which a checkpoint stores transposed."""
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        shard = super().__new__(cls, *args, **options)
-        *lead, rows, columns = shard.shape
-        turned = shape_only(cls, (*lead, columns, rows), shard.dtype, shard.device)
-        vars(turned).update(vars(shard))
-        return turned
-
-    def pieces(self) -> list[Piece]:
-        pieces = super().pieces()
-        return [*map(_turned, pieces)] if self.interval is None else pieces
-
-    def _pieces_of_interval(self, interval: Interval) -> list[tuple[Piece, bool]]:
-        return [(_turned(piece), is_first) for piece, is_first in super()._pieces_of_interval(interval)]
-
-
-def _turned(piece: Piece) -> Piece:
-    (*lead, row, column), view = piece
-    return (*lead, column, row), view.transpose(-1, -2)
-
-
 class TEGroupedMLP(_MegatronExperts):
     """The engine's ``ExpertWeights`` with Megatron's arguments, and one parameter for each expert and projection.
 
@@ -396,7 +295,7 @@ class TEGroupedMLP(_MegatronExperts):
                 "use GroupedMLP (get_gpt_layer_local_spec)"
             )
         super().__init__(num_local_experts, config, pg_collection)
-        self.linear_fc1, self.linear_fc2 = _LinearOfEach(self, "up"), _LinearOfEach(self, "down")
+        self.linear_fc1, self.linear_fc2 = LinearOfEach(self, "up"), LinearOfEach(self, "down")
         self.register_parameter("up", None)
         self.register_parameter("down", None)
 

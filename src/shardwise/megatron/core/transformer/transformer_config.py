@@ -15,8 +15,9 @@ import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names, check_inert, inert_settings_of, say_once
-from shardwise.models.config import LayerConfig, ModelConfig, ModelFields
+from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.models.experts import Experts
+from shardwise.models.model_fields import ModelFields
 from shardwise.models.recomputation import Recomputation, RecomputedModule
 
 __getattr__ = absent_names("transformer.transformer_config", "model_parallel_config")
