@@ -73,12 +73,12 @@ def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
         '{"prompt": "x"}', '{"prompt": ', "[1]", '{"promt": "x"}', '{"prompt": 3}', '{"tokens": [1, "2"]}', "",
         '{"tokens": [1, 9999]}', '{"prompt": "x", "topk": 3}', '{"prompt": "x", "temperature": -1}', '{"tokens": []}',
         json.dumps({"tokens": [1] * 33}), '{"prompt": "x", "max_new_tokens": 25}', '{"prompt": "x", "stop": ""}',
-        '{"prompt": "\\ud800"}',
+        '{"prompt": "\\ud800"}', '{"prompt": "x", "stop": null}', '{"prompt": "x", "tokens": [1]}',
     ]  # fmt: skip
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(lines))
     arguments = ["--prompts", str(file), "--json", "--max-new-tokens", "2", "--cache-tokens", "16"]
-    with pytest.raises(DataError, match="12 of the prompts could not be answered; the output says why"):
+    with pytest.raises(DataError, match="14 of the prompts could not be answered; the output says why"):
         generate([str(run.folder), *arguments])
     found, _ = lines_of(capsys)
     errors = {line["prompt"]: line["error"] for line in found if "error" in line}
@@ -88,7 +88,7 @@ def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
         (
             (2, "broken JSON: Expecting value at column 12"),
             (3, "neither a JSON object nor a string but a list; it must be like"),
-            (4, "unknown setting promt"),
+            (4, "no key 'prompt' (its keys: 'promt')"),
             (5, "'prompt' is not a string but a number"),
             (6, "'tokens' must be a list of integers"),
             (8, "token id 9999 at position 1 is outside the vocabulary of 290 ids"),
@@ -99,6 +99,8 @@ def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
             (13, "take 2 pages of 16, and the cache has 1"),
             (14, "stop is ''"),
             (15, "a lone surrogate"),
+            (16, "stop is None; it must be a string or a list of strings"),
+            (17, "it has both prompt and tokens; leave one out"),
         ),
         start=1,
     ):
@@ -192,6 +194,47 @@ def test_samples_arrive_as_soon_as_they_are_done(run):
 def test_flags_that_cannot_be(run, flags, message):
     with pytest.raises(ConfigError, match=message):
         generate([str(run.folder), *flags])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("mark.txt", b"\xef\xbb\xbfx\n"),
+        ("mark.jsonl", b'\xef\xbb\xbf{"prompt": "x"}\n'),
+        ("array.json", b'[\n  {"prompt":\n "x"}\n]\n'),
+    ],
+)
+def test_forms_of_files(run, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    (sample,) = generate_many(run.folder, tmp_path / name, max_new_tokens=1, device="cpu")
+    assert sample.prompt_text == "x"
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "message"),
+    [
+        (5, {}, "the texts are 5; give the name of a file, or a list of texts"),
+        ({"prompt": "x"}, {}, "the texts are .*; give the name of a file"),
+        (["x"], {"stop": 5}, "stop is 5; it must be a string or a list"),
+        (["x"], {"stop": None}, "stop is None; it must be a string or a list"),
+    ],
+)
+def test_arguments_that_cannot_be(run, texts, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        generate_many(run.folder, texts, device="cpu", **settings)
+
+
+def test_values_of_python_that_are_none_of_json(run):
+    texts = [{1: "x"}, {"tokens": b"ab"}, {"prompt": "x", "temperature": 1e-30}]
+    keys, raw, cold = generate_many(run.folder, texts, device="cpu", max_new_tokens=1, log_probs=0)
+    assert "its keys are 1; they must be strings" in keys.error
+    assert "'tokens' must be a list of integers" in raw.error
+    assert "temperature of log-probabilities is 1e-30; it must be at least 1e-06" in cold.error
+
+
+def test_a_prompt_is_not_measured_as_if_it_were_not_there(run):
+    (found,) = score(run.folder, [{"prompt": "def ", "text": "f("}], device="cpu")
+    assert found.error == "text 1: no key 'completion' after the 'prompt' (its keys: 'prompt', 'text')"
 
 
 @pytest.mark.slow

@@ -25,10 +25,11 @@ _BLANK = re.compile(r"[ \t\n\r]*")
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object; Python itself would silently keep the last of two equal keys."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        key = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise ValueError(f"it has {shown(key)} twice in one object")
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"it has {shown(key)} twice in one object")
+        value[key] = item
     return value
 
 

@@ -142,6 +142,8 @@ def text(value: str) -> bytes:
 def entry(key: str, value: Any) -> bytes:
     if isinstance(value, str):
         return text(key) + struct.pack("<I", 8) + text(value)
+    if isinstance(value, list):
+        return text(key) + struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     return text(key) + struct.pack("<IQ", 10, value)
 
 
@@ -186,6 +188,15 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "alignment": (crafted([entry("general.alignment", 3)], []), "general.alignment is 3"),
     "huge tensor": (crafted(ENTRIES, [tensor("a", HUGE)]), rf"tensor \"a\" cannot have the shape \[{HUGE}\]"),
     "huge product": (crafted(ENTRIES, [tensor("a", 1 << 32, 1 << 32)]), "cannot have the shape"),
+    "empty tensor": (crafted(ENTRIES, [tensor("blk.0.ffn_up_exps.weight", 0, 4, 10**15)]), "cannot have the shape"),
+    "other experts": (
+        crafted(ENTRIES, [EMBEDDING, tensor("blk.0.ffn_up_exps.weight", 4, 3, offset=64)], data=128),
+        "'blk.0.ffn_up_exps.weight' has 3 experts, and the model null",
+    ),
+    "end": (
+        crafted([*ENTRIES, entry("tokenizer.ggml.eos_token_id", 3)], [EMBEDDING]),
+        "_token_id is 3; .* from 0 to 2",
+    ),
     "no dimension": (crafted(ENTRIES, [tensor("a")]), 'tensor "a" has 0 dimensions'),
     "many dimensions": (crafted(ENTRIES, [tensor("a", 1, 1, 1, 1, 1)]), "has 5 dimensions; 1 to 4 exist"),
     "duplicate tensor": (
@@ -210,6 +221,14 @@ UNSUPPORTED: dict[str, tuple[bytes, str]] = {
     "no architecture": (crafted([], []), "is of architecture null; GGUF files are read of llama, qwen2"),
     "other architecture": (crafted([entry("general.architecture", "mamba")], []), 'is of architecture "mamba"'),
     "parts": (crafted([ENTRIES[0], entry("split.count", 3)], []), "is one of 3 parts; join them with llama-gguf-split"),
+    "architectures": (crafted([entry("general.architecture", [1])], []), r'is of architecture "\[1\]"'),
+    "parts of a text": (crafted([ENTRIES[0], entry("split.count", "x")], []), 'one of "x" parts'),
+    "a list of parts": (crafted([ENTRIES[0], entry("split.count", [1, 2])], []), "split.count is a list of 2 values"),
+    **{
+        f"a list as {key}": (crafted([*ENTRIES, entry(key, [1, 2])], [EMBEDDING]), f"{key} is a list of 2 values; one")
+        for key in ("llama.feed_forward_length", "llama.vocab_size", "llama.rope.scaling.type")
+    },
+    "a list of ends": (crafted([*ENTRIES, entry("tokenizer.ggml.eos_token_id", [1])], [EMBEDDING]), "is a list of 1"),
     "experts": (
         crafted([*ENTRIES, entry("llama.expert_count", 8)], [EMBEDDING]),
         "llama.expert_count is 8, which is not read",
@@ -231,9 +250,19 @@ TOKENIZERS: dict[str, tuple[list[bytes], str]] = {
         [
             entry("tokenizer.ggml.model", "gpt2"),
             entry("tokenizer.ggml.pre", "gpt-2"),
-            entry("tokenizer.ggml.eos_token_id", 9),
+            entry("tokenizer.ggml.padding_token_id", 9),
         ],
-        "its tokenizer is damaged",
+        "tokenizer.ggml.padding_token_id is 9; it must be from 0 to 1",
+    ),
+    "switch": ([entry("tokenizer.ggml.add_bos_token", "no")], 'add_bos_token is "no"; it must be true or false'),
+    "few types": ([entry("tokenizer.ggml.token_type", [3])], "token_type must have a number for each token"),
+    "template": (
+        [
+            entry("tokenizer.ggml.model", "gpt2"),
+            entry("tokenizer.ggml.pre", "gpt-2"),
+            entry("tokenizer.chat_template", 5),
+        ],
+        "tokenizer.chat_template is 5; it must be a text",
     ),
 }
 
@@ -255,6 +284,12 @@ def test_bad_tokenizers_are_one_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "bad.gguf").write_bytes(crafted([*ENTRIES, tokens, *own], [EMBEDDING]))
     with pytest.raises(DataError, match=message):
         PretrainedFolder(tmp_path / "bad.gguf")
+
+
+def test_a_file_may_be_named_by_dots_alone(file: Path) -> None:
+    """The name of the folder that it becomes is taken from it."""
+    path = file.rename(file.with_name("...gguf"))
+    assert GgufFolder(path).folder.name == "model"
 
 
 def test_every_cut_of_a_file_is_an_error(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.generation.cache import CausalModel, kind_of_cache, layer_sizes
 from shardwise.models.generation.generation import check_arguments, checked_model, evaluation_mode, own_part
 from shardwise.models.generation.paged_cache import PagedCache
-from shardwise.models.generation.requests import Generated, LogProb, Request
+from shardwise.models.generation.requests import LEAST_TEMPERATURE, Generated, LogProb, Request
 from shardwise.models.generation.sampling import (
     History,
     Sampling,
@@ -132,8 +132,10 @@ class BatchEngine:
             count = getattr(request, name)
             if count is not None and not 0 <= count <= self.vocab_size:
                 raise ConfigError(f"{name} is {count}; it must be from 0 to {self.vocab_size}, the number of ids")
-        if request.temperature is not None and not request.temperature > 0:
-            raise ConfigError(f"temperature of log-probabilities is {request.temperature}; it must be over 0")
+        measures = (request.temperature, request.log_probs, request.prompt_log_probs) != (None, None, None)
+        if measures and not request.measured_at >= LEAST_TEMPERATURE:
+            rule = f"it must be at least {LEAST_TEMPERATURE}"
+            raise ConfigError(f"temperature of log-probabilities is {request.measured_at}; {rule}")
         if (refusal := self._store.refusal(request.most_tokens(longest))) is not None:
             raise ConfigError(refusal)
 

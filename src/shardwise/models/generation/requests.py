@@ -11,6 +11,9 @@ from shardwise.models.generation.sampling import Sampling
 SAMPLED = Sampling()
 """Sampling from the model's distribution."""
 
+LEAST_TEMPERATURE = 1e-6
+"""Least temperature of log-probabilities; logits divided by less may not be finite."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -26,7 +29,8 @@ class Request:
         log_probs: number of most likely tokens whose log-probabilities are returned next to those of the text's tokens;
             None for no log-probabilities.
         prompt_log_probs: the same for the prompt's tokens.
-        temperature: divisor of the logits in log-probabilities; that of ``sampling`` if None, or 1 if that is 0.
+        temperature: divisor of the logits in log-probabilities; that of ``sampling`` if None, or 1 if that is 0; at
+            least ``LEAST_TEMPERATURE``.
         on_token: called with each token of the text, but not with the one that ends it, on every rank. A result that is
             true ends the text; it must be the same on every rank.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any
 
 from shardwise.core.atomic_files import open_regular
 from shardwise.core.communication.agreement import agree, gather_objects
-from shardwise.core.errors import DataError
-from shardwise.data.json_records import check_text, keys_of, kind_of, value_of_line
+from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.json_text import shown
+from shardwise.data.json_records import check_text, keys_of, kind_of, records_of_json, value_of_line
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.commands.text_generation import SamplingRequest, checked_stops
 from shardwise.run.processes.ranks import Ranks
@@ -51,6 +52,10 @@ class Prompt:
         """Read a prompt, whose own settings override the given ones."""
         record = {"prompt": value} if isinstance(value, str) else value
         _check_record(record, '{"prompt": "..."}')
+        if "prompt" in record and "tokens" in record:
+            raise DataError("it has both prompt and tokens; leave one out")
+        if "tokens" not in record:
+            _string_of(record, "prompt", where)
         own = {name: record[name] for name in record.keys() - {"prompt", "tokens", "seed", "stop"}}
         settings = {spec.name: getattr(given, spec.name) for spec in fields(SamplingRequest)}
         request = SamplingRequest(**settings | checked(SamplingRequest, own, ""))
@@ -69,6 +74,9 @@ def text_to_measure(where: str, value: Any, tokenizer: Tokenizer, *, parse_speci
     """Return the ids of a text, and the index of the first that is measured."""
     record = {"text": value} if isinstance(value, str) else value
     _check_record(record, '{"text": "..."}')
+
+    if isinstance(record.get("prompt"), str) and "completion" not in record and "tokens" not in record:
+        raise DataError(f"no key 'completion' after the 'prompt' (its keys: {keys_of(record)})")
 
     def encoded(name: str) -> list[int]:
         return tokenizer.encode(_string_of(record, name, where), parse_special=parse_special)
@@ -89,6 +97,8 @@ def _check_record(record: Any, example: str) -> None:
         raise record
     if not isinstance(record, Mapping):
         raise DataError(f"neither a JSON object nor a string but {kind_of(record)}; it must be like {example}")
+    if not all(isinstance(key, str) for key in record):
+        raise DataError(f"its keys are {keys_of(record)}; they must be strings, as in {example}")
 
 
 def _string_of(record: Mapping[str, Any], name: str, where: str) -> str:
@@ -101,7 +111,7 @@ def _string_of(record: Mapping[str, Any], name: str, where: str) -> str:
 
 def _ids_of(record: Mapping[str, Any], name: str) -> list[int]:
     ids = record[name]
-    if not isinstance(ids, Sequence) or isinstance(ids, str) or any(type(each) is not int for each in ids):
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or any(type(each) is not int for each in ids):
         raise DataError(f"{name!r} must be a list of integers, the ids of tokens")
     return list(ids)
 
@@ -121,21 +131,28 @@ def read_on_first(ranks: Ranks, texts: Texts) -> list[tuple[str, Any]]:
 
 def _read(texts: Texts) -> Iterator[tuple[str, Any]]:
     if not isinstance(texts, str | PathLike):
+        if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
+            raise ConfigError(f"the texts are {shown(texts)}; give the name of a file, or a list of texts")
         yield from ((f"text {number}", value) for number, value in enumerate(texts, start=1))
         return
     name, path = "standard input" if texts == _STDIN else repr(str(texts)), Path(texts)
     try:
         if texts == _STDIN:
-            content = sys.stdin.buffer.read()
+            read = sys.stdin.buffer.read()
         else:
             with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-                content = file.read()
-        lines = content.decode("utf-8").split("\n")
+                read = file.read()
+        content = read.decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"{name} cannot be read: {error.strerror or error}; name a file of texts, or - ") from error
+        raise DataError(
+            f"{name} cannot be read: {error.strerror or error}; name a file of texts, or - for standard input"
+        ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{name} is no text: {error}; write it in UTF-8") from error
-    for number, line in enumerate(lines, start=1):
+    if path.suffix == ".json" and content.lstrip().startswith("["):
+        yield from ((record.where, record.value) for record in records_of_json(content, path))
+        return
+    for number, line in enumerate(content.split("\n"), start=1):
         where = f"{name}, line {number}"
         if not line.strip():
             continue

@@ -13,6 +13,7 @@ from shardwise.data.tokenizer import StoppableText
 from shardwise.models.generation import Generated, LogProb, Request
 from shardwise.models.generation.cache import CausalModel
 from shardwise.models.generation.engine import engine_for
+from shardwise.models.generation.requests import LEAST_TEMPERATURE
 from shardwise.run.commands.given_texts import Prompt, Texts, at_place, read_on_first, text_to_measure
 from shardwise.run.commands.opened_model import OpenCheckpoint, same_checkpoint
 from shardwise.run.commands.text_generation import SamplingRequest, checked_stops, load_to_generate, open_causal
@@ -37,7 +38,7 @@ from shardwise.training.bounds import (
     checks_arguments,
 )
 
-_OVER_ZERO = Range(0, 1e6, low_included=False)
+_OVER_ZERO = Range(LEAST_TEMPERATURE, 1e6)
 
 
 @dataclass(frozen=True)

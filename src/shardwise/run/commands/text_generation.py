@@ -245,6 +245,8 @@ def load_to_generate(
 
 def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return the stop strings; raise ConfigError if one is empty or no string."""
+    if not isinstance(stop, str | list | tuple):
+        raise ConfigError(f"stop is {stop!r}; it must be a string or a list of strings")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     for each in stops:
         if not isinstance(each, str) or not each:

@@ -125,13 +125,14 @@ class GgufFolder(TensorFolder):
         values, stored = read_header(path)
         self.bytes_read, self.copies, self.indexed = 0, [], set()
         architecture = values.get("general.architecture")
-        if architecture not in _FAMILIES:
+        if not isinstance(architecture, str) or architecture not in _FAMILIES:
             raise ConfigError(
                 f"{path} is of architecture {shown(architecture)}; GGUF files are read of {', '.join(_FAMILIES)}"
             )
-        if values.get("split.count", 1) > 1:
+        _check_single(path, values, f"{architecture}.")
+        if values.get("split.count", 0) not in (0, 1):
             raise ConfigError(
-                f"{path} is one of {values['split.count']} parts; join them with llama-gguf-split --merge"
+                f"{path} is one of {shown(values['split.count'])} parts; join them with llama-gguf-split --merge"
             )
         family = _FAMILIES[architecture]
         self.config = _config(path, family, values, stored)
@@ -141,8 +142,8 @@ class GgufFolder(TensorFolder):
             self._take(path, family, tensor)
         temporary = tempfile.mkdtemp(prefix="shardwise-gguf-")
         weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
-        # Cards and messages name the model by its folder.
-        self.folder = Path(temporary) / path.stem
+        # Cards and messages name the model by its folder. The stem of "...gguf" is "..".
+        self.folder = Path(temporary) / (path.stem.strip(".") or "model")
         self.folder.mkdir()
         (self.folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
         write_tokenizer(values, self.folder, path)
@@ -157,6 +158,10 @@ class GgufFolder(TensorFolder):
             if family.rotates_neighbours and f".{kind}_proj." in name:
                 part = _Part(tensor, head=_head(path, tensor, self.config[heads]))
         count = tensor.shape[0] if ".*." in name else 1
+        if ".*." in name and count != (expected := self.config.get("num_experts")):
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name!r} has {count} experts, and the model {shown(expected)}"
+            )
         shape = shape[1:] if ".*." in name else shape
         for index in range(count):
             size = tensor.num_bytes // count
@@ -218,6 +223,14 @@ def _head(path: Path, tensor: GgufTensor, heads: Any) -> int:
     return tensor.shape[0] // heads
 
 
+def _check_single(path: Path, values: Mapping[str, Any], prefix: str) -> None:
+    """Refuse lists where one value is read; files of models whose layers differ have them."""
+    for key, value in values.items():
+        is_id = key.startswith("tokenizer.ggml.") and key.endswith("_id")
+        if isinstance(value, list | np.ndarray) and (is_id or key.startswith(prefix) or key == "split.count"):
+            raise ConfigError(f"{path}: {key} is a list of {len(value)} values; one value for all layers is read")
+
+
 def _config(
     path: Path, family: _Family, values: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
 ) -> dict[str, Any]:
@@ -249,7 +262,12 @@ def _config(
         # As in llama.cpp, which has no key for it either.
         is_largest = fields["num_hidden_layers"] == family.layers_of_largest
         fields["query_pre_attn_scalar"] = hidden // heads if is_largest else width
-    ends = [values[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in values]
+    ids = {kind: values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos", "eot")}
+    for kind, value in ids.items():
+        if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
+            rule = f"it must be from 0 to {vocab_size - 1}"
+            raise CheckpointError(f"{path}: tokenizer.ggml.{kind}_token_id is {shown(value)}; {rule}")
+    ends = [ids[kind] for kind in ("eos", "eot") if ids[kind] is not None]
     return {
         "model_type": family.model_type,
         **family.fixed,
@@ -258,7 +276,7 @@ def _config(
         "vocab_size": vocab_size,
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": ids["bos"],
         "eos_token_id": list(dict.fromkeys(ends)) or None,
         "dtype": "float32",
     }

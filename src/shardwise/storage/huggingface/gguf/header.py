@@ -132,7 +132,7 @@ class _Reader:
         if not 1 <= num_dims <= _MAX_DIMS:
             raise self._damaged(f"is damaged: tensor {shown(name)} has {num_dims} dimensions; 1 to {_MAX_DIMS} exist")
         shape = [self._number(10, what) for _ in range(num_dims)][::-1]
-        if not is_shape(shape):
+        if not is_shape(shape) or 0 in shape:
             raise self._damaged(f"is damaged: tensor {shown(name)} cannot have the shape {shape}")
         return name, tuple(shape), self._number(4, what), self._number(10, what)
 

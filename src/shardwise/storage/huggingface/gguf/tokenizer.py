@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -65,6 +66,8 @@ def write_tokenizer(values: Mapping[str, Any], folder: Path, path: Path) -> None
         raise DataError(f"{path}: its tokenizer is damaged ({error!s:.200}); use another copy") from error
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
     if (template := own.get("tokenizer.chat_template")) is not None:
+        if not isinstance(template, str):
+            raise DataError(f"{path}: tokenizer.chat_template is {shown(template)}; it must be a text")
         config["chat_template"] = template
     (folder / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -74,6 +77,15 @@ def _made(own: Mapping[str, Any], architecture: str) -> tuple[tokenizers.Tokeniz
     kind, tokens = own.get("model"), own["tokens"]
     if not isinstance(tokens, list) or len(set(tokens)) < len(tokens):
         raise DataError("tokenizer.ggml.tokens must be a list of different tokens")
+    for key in _ROLES.values():
+        if key in own and (type(own[key]) is not int or not 0 <= own[key] < len(tokens)):
+            raise DataError(f"tokenizer.ggml.{key} is {shown(own[key])}; it must be from 0 to {len(tokens) - 1}")
+    for key in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        if not isinstance(own.get(key, False), bool):
+            raise DataError(f"tokenizer.ggml.{key} is {shown(own[key])}; it must be true or false")
+    types = own.get("token_type")
+    if types is not None and (not isinstance(types, list | np.ndarray) or len(types) != len(tokens)):
+        raise DataError("tokenizer.ggml.token_type must have a number for each token")
     if kind == "gpt2":
         backend, begins = _byte_level(own, tokens)
     elif kind == "llama":
@@ -81,12 +93,16 @@ def _made(own: Mapping[str, Any], architecture: str) -> tuple[tokenizers.Tokeniz
     else:
         raise DataError(f"its tokenizer is of kind {shown(kind)}; gpt2 and llama are read")
     names = {role: tokens[own[key]] for role, key in _ROLES.items() if key in own}
-    types = list(own.get("token_type", ()))
     named = set(names.values())
-    for token, its_type in zip(tokens, types, strict=False):
-        is_special = its_type == _CONTROL or token in named
-        if is_special or (its_type == _USER_DEFINED and backend.token_to_id(token) is not None):
-            (backend.add_special_tokens if is_special else backend.add_tokens)([AddedToken(token, normalized=False)])
+    special, others = list[AddedToken](), list[AddedToken]()
+    for token, its_type in zip(tokens, [] if types is None else types, strict=types is not None):
+        if its_type == _CONTROL or token in named:
+            special.append(AddedToken(token, normalized=False))
+        elif its_type == _USER_DEFINED and backend.token_to_id(token) is not None:
+            others.append(AddedToken(token, normalized=False))
+    # Once each: a call takes time for all tokens that were added before.
+    backend.add_special_tokens(special)
+    backend.add_tokens(others)
     before = [names["bos_token"]] if own.get("add_bos_token", begins) and "bos_token" in names else []
     after = [names["eos_token"]] if own.get("add_eos_token", False) and "eos_token" in names else []
     if before or after:
