@@ -135,7 +135,7 @@ def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
         (["--out", "--data", "a"], "--out needs a value"),
         (["--config"], "--config needs a value"),
         (["--resume", "yes"], "--resume is 'yes'; it must be one of 'auto', 'never', 'restart'"),
-        (["stray"], "no flag takes stray"),
+        (["stray"], "no flag takes stray; files and folders of data go after --data"),
         (["--data", "a", "--data", "b"], "--data is given twice; write all its values after one --data"),
         (["--debug", "1"], "--debug takes no value, got '1'"),
         (
@@ -238,6 +238,10 @@ def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
             assert len(entry[0].split()) > 5, flag
     nproc = "ranks to start on this machine; if not given, the fewest that tp, pp, cp, ep and etp allow."
     assert f"--nproc INT {nproc}" in words
+    # tyro begins a new line where a line of a docstring begins with another character than a letter.
+    for line, following in zip(rows := re.findall(r"^│ {7}(.*?) *│$", text, re.MULTILINE), rows[1:], strict=False):
+        broken = not line.endswith(")") and len(line) + len(following.split()[0]) < 68
+        assert not broken, (line, following)
 
 
 @pytest.mark.parametrize("parse", [*PARSERS.values(), *PLANS.values()], ids=[*PARSERS, *PLANS])

@@ -158,7 +158,7 @@ def test_binary_files(tmp_path, content, what, name):
 def test_a_table_as_text_is_refused(tmp_path, name):
     (tmp_path / name).write_text("question,answer\n1,2\n")
     with pytest.raises(
-        DataError, match=rf"{name}' is a table \({name[1:].lower()}\), .* make JSON lines of it .* \.txt"
+        DataError, match=rf"{name}' is a table \({name[1:].lower()}\), .* convert it to JSON lines .* \.txt"
     ):
         read_corpus(tmp_path / name)
 

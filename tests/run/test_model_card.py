@@ -67,8 +67,8 @@ def test_a_run_leaves_a_card_that_the_hub_reads(folder, tmp_path, options, capsy
     assert (card.data.license, card.data.license_name) == ("other", "snow-1.0")
     assert {"shardwise", f"base_model:{'adapter' if is_adapter else 'finetune'}:snow/Base-1B"} <= set(card.data.tags)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert f"{rows[0]['loss']:.4f} at first, {rows[-1]['loss']:.4f} at last" in card.text
-    assert f"{rows[-1]['held_out_bits_per_byte']:.4f} at last" in card.text
+    assert f"{rows[0]['loss']:.4f} in the first step, {rows[-1]['loss']:.4f} in the last" in card.text
+    assert f"{rows[-1]['held_out_bits_per_byte']:.4f} at the end" in card.text
     assert "| `training.steps` | 2 |" in card.text
     assert "shardwise finetune " in card.text
     assert "| ranks | tp 1, pp 1, dp 1 |" in card.text

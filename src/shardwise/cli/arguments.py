@@ -291,7 +291,8 @@ class FlagReader:
                 name, argument = waiting.popleft()
                 found[argument.path] = _value_of(name, argument.annotation, word)
             else:
-                raise ConfigError(f"no flag takes {word}")
+                hint = "; files and folders of data go after --data" if "--data" in self.flags else ""
+                raise ConfigError(f"no flag takes {word}{hint}")
         for name, argument in (self.positional | self.flags).items():
             if argument.required and argument.path not in found:
                 raise ConfigError(f"{name} is missing; see --help")

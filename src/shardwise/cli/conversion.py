@@ -131,7 +131,7 @@ class ExportArguments(_FromCheckpoint):
 
         export_hf(**self.keywords())
         if is_first_rank():
-            print(f"wrote {self.out}; transformers loads it: AutoModel*.from_pretrained({self.out!r})")
+            print(f"wrote {self.out}; transformers loads it by from_pretrained({self.out!r})")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -83,34 +83,36 @@ class ExactArguments(SplitArguments):
             )
 
 
+def _of_the_model(otherwise: str) -> Any:
+    """Return the end of a flag's help: where the default comes from."""
+    return tyro.conf.arg(help_behavior_hint=f"(default: that of generation_config.json, or {otherwise})")
+
+
 @dataclass(frozen=True)
 class GeneratingArguments(ModelArguments):
     """Arguments of the commands that generate text.
 
     Attributes:
-        max_new_tokens: most tokens to add. Default, here and below: the model's generation_config.json, or else 200.
-        temperature: under 1 favours likely tokens; 0 always takes the likeliest. Default: see above, or else 0.8.
-        top_k: choose among this many likeliest tokens; 0 is off. Default: see above, or else 50.
-        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off. Default: see
-            above, or else 1.
-        min_p: choose among tokens at least this share as likely as the likeliest; 0 is off. Default: see above, or
-            else 0.
-        repetition_penalty: over 1 makes tokens of the prompt and of the text less likely. Default: see above, or
-            else 1.
-        presence_penalty: over 0 makes tokens of the new text less likely. Default: see above, or else 0.
+        max_new_tokens: most tokens to add.
+        temperature: under 1 favours likely tokens; 0 always takes the likeliest.
+        top_k: choose among this many likeliest tokens; 0 is off.
+        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off.
+        min_p: choose among tokens at least this share as likely as the likeliest; 0 is off.
+        repetition_penalty: over 1 makes tokens of the prompt and of the text less likely.
+        presence_penalty: over 0 makes tokens of the new text less likely.
         seed: seed of the sampling.
         device: device to compute on; "auto" takes a GPU if there is one for each rank.
         layers: kind of layers; "fused" means inference layers with one exchange per half block. "auto" takes inference
             layers if the model supports them, because they were the fastest where measured.
     """
 
-    max_new_tokens: Annotated[int | None, STEPS] = None
-    temperature: Annotated[float | None, TEMPERATURE] = None
-    top_k: Annotated[int | None, STEPS] = None
-    top_p: Annotated[float | None, TOP_P] = None
-    min_p: Annotated[float | None, SHARE] = None
-    repetition_penalty: Annotated[float | None, PENALTY] = None
-    presence_penalty: Annotated[float | None, DIFFERENCE] = None
+    max_new_tokens: Annotated[int | None, STEPS, _of_the_model("200")] = None
+    temperature: Annotated[float | None, TEMPERATURE, _of_the_model("0.8")] = None
+    top_k: Annotated[int | None, STEPS, _of_the_model("50")] = None
+    top_p: Annotated[float | None, TOP_P, _of_the_model("1")] = None
+    min_p: Annotated[float | None, SHARE, _of_the_model("0")] = None
+    repetition_penalty: Annotated[float | None, PENALTY, _of_the_model("1")] = None
+    presence_penalty: Annotated[float | None, DIFFERENCE, _of_the_model("0")] = None
     seed: Annotated[int, SEED] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     layers: Literal["auto", "training", "inference", "fused"] = "auto"
@@ -143,8 +145,8 @@ class GenerateArguments(ExactArguments, GeneratingArguments):
         batch_size: number of texts that are generated at once.
         cache_tokens: number of tokens that the cache holds, of all texts; those that do not fit wait. Default: as many
             as the texts need, or 1 GiB.
-        special_tokens: parse names of special tokens in the prompt, such as <|im_start|>, as transformers does; with
-            --no-special-tokens they are plain characters, which is safer for untrusted text.
+        special_tokens: parse names of special tokens in the prompt, such as <|im_start|>, as transformers does;
+            otherwise they are plain characters, which is safer for untrusted text.
     """
 
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -313,6 +315,8 @@ class ChatArguments(GeneratingArguments):
 
         reporting.allow_any_character()
         note = partial(print_note, "shardwise chat")
+        if sys.stdin.isatty() and is_first_rank():
+            note(f"each line is a turn; /reset begins a new conversation, {_EXIT} ends the chat")
         chat(**self.keywords(), turns=_turns(), on_text=reporting.show, on_note=note)
 
 

@@ -185,7 +185,8 @@ def run_subcommand(name: str, argv: Sequence[str], noted: SignalsNoted | None = 
         late = None if kind else next((word for word in argv if word in command.kinds), None)
         if late is None:
             raise
-        raise ConfigError(f"{error}; the word {late} goes directly after shardwise {first}") from error
+        mistake = str(error).partition(";")[0]
+        raise ConfigError(f"{mistake}; the word {late} goes directly after shardwise {first}") from error
     check_switches()
     try:
         with lasting_outputs() if arguments.lasts else contextlib.nullcontext():

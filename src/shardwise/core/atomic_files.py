@@ -192,8 +192,8 @@ def no_folder(folder: Path, hint: str = "") -> str:
         return said
     name = match[1].rpartition("/")[2]
     return (
-        f"{said}; a model of the Hugging Face hub is downloaded first (pip install huggingface_hub): hf download "
-        f"{match[1]} --exclude 'original/*' --local-dir {name}, and its folder given: {name}"
+        f"{said}; to use a model of the Hugging Face hub, download it (pip install huggingface_hub) and name its "
+        f"folder, {name}: hf download {match[1]} --exclude 'original/*' --local-dir {name}"
     )
 
 

@@ -98,11 +98,12 @@ class Example:
 
 def has_text(record: Record, text_key: str) -> bool:
     """True if the record is not empty. Raises as ``text_of`` for a plain text."""
-    is_text = is_plain_text(record, text_key) and _names_its_text(record, text_key)
+    is_text = is_plain_text(record, text_key) and names_its_text(record, text_key)
     return not is_text or bool(text_of(record, text_key))
 
 
-def _names_its_text(record: Record, text_key: str) -> bool:
+def names_its_text(record: Record, text_key: str) -> bool:
+    """True if the record is a string, or has a text under ``text_key``."""
     return not isinstance(record.value, dict) or text_key in record.value
 
 
@@ -120,7 +121,7 @@ def example_of(record: Record, text_key: str) -> Example:
     """Convert a record to an example."""
     where, value = record.where, record.value
     if is_plain_text(record, text_key):
-        if not _names_its_text(record, text_key):
+        if not names_its_text(record, text_key):
             raise DataError(
                 f"{where}: neither 'messages' nor 'prompt' and 'completion' nor 'instruction' and 'output' nor "
                 f"{text_key!r} (its keys: {keys_of(value)}); give it one of them, name the key of the text "

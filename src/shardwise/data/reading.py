@@ -166,8 +166,8 @@ def records_of(file: Path) -> Iterator[Record]:
         return
     if suffix in _TEXT_TABLE_SUFFIXES:
         raise DataError(
-            f"data file {str(file)!r} is a table ({suffix}), which is not read; make JSON lines of it (one of each "
-            "row) or Parquet, or name it .txt if its characters are the text"
+            f"data file {str(file)!r} is a table ({suffix}), which is not read; convert it to JSON lines (an object "
+            "for each row) or Parquet, or name it .txt if its characters are the text"
         )
     try:
         with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:

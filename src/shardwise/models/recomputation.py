@@ -23,8 +23,8 @@ class Recomputation:
         method: with "full": "uniform" saves the input of every num_layers-th layer and recomputes all layers; "block"
             recomputes only the first num_layers layers of each stage (of each chunk, with interleaving).
         num_layers: see method.
-        modules: with "selective": attention between its projections (core_attn), the norms before attention and MLP
-            (layernorm), the MLP (mlp), or only its activation (mlp_act).
+        modules: with "selective": attention between its projections (core_attn), the norms before attention and
+            MLP (layernorm), the MLP (mlp), or only its activation (mlp_act).
 
     Raises:
         ConfigError: a value is out of range, or is set although the granularity does not use it.

@@ -34,9 +34,9 @@ class ParallelSettings(Checked, prefix="parallel."):
             shard by shard; on GPUs through symmetric memory if possible. The banner reports the method.
         pp: number of pipeline stages that share the layers; the text sample at the end of a run needs one stage.
         cp: number of ranks that share the positions of each sample (context parallelism), for long samples.
-        cp_comm_type: with cp, how attention reaches the positions of other ranks: "all_gather" gathers keys and values,
-            "a2a" exchanges positions for heads, and "p2p" takes keys and values one rank after the other. "auto"
-            chooses one of the first two by heads and mask; the banner reports its choice.
+        cp_comm_type: with cp, how attention reaches the positions of other ranks: "all_gather" gathers keys and
+            values, "a2a" exchanges positions for heads, and "p2p" takes keys and values one rank after the other. The
+            choice of "auto" between the first two depends on heads and mask, and the banner reports it.
         pipeline_schedule: order of forward and backward steps. "interleaved" needs virtual_stages over 1.
         virtual_stages: number of parts of the model on each stage.
         fsdp: split weights, gradients and optimizer state over the data-parallel ranks with PyTorch's fully_shard; a
@@ -222,8 +222,8 @@ class TrainingSettings(Checked, prefix="training."):
         asynchronous_saves: copy the state to host memory, as many bytes as each rank writes, and write it while
             training continues. Off, training waits for the disk, and no memory is needed for the copy.
         dtype: dtype of parameters and computation; "auto" is "bfloat16" on CUDA, and "float32" elsewhere. "tf32" is
-            "float32" whose products read 11 bits of each factor, several times as fast on CUDA's tensor cores. With
-            "bfloat16" and "float16", gradients are summed in fp32, and the optimizer updates fp32 copies of the
+            fp32 whose products read 11 bits of each factor, several times as fast on CUDA's tensor cores. With
+            dtypes "bfloat16" and "float16", gradients are summed in fp32, and the optimizer updates fp32 copies of the
             weights; "float16" scales the loss, and skips steps whose gradient overflows. "pure-bfloat16" keeps no
             copies, which saves memory but loses updates too small for bf16.
         doctor_every: number of steps between comparisons of the parameters that ranks hold copies of; the run stops at

@@ -179,7 +179,7 @@ def test_what_cannot_be_continued(base, tmp_path, monkeypatch):
         (None, f"does not name the adapters' model; {give}"),
         (["x"], f"does not name the adapters' model; {give}"),
         ("", f"does not name the adapters' model; {give}"),
-        ("org/model", f"adapters of the model org/model: there is no folder org/model; {give}; a model of the Hugging"),
+        ("org/model", f"adapters of the model org/model: there is no folder org/model; {give}; to use a model of"),
         (str(homeless), f"which is no Hugging Face folder; {give}"),
     ):
         (homeless / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
@@ -192,7 +192,7 @@ def test_what_cannot_be_continued(base, tmp_path, monkeypatch):
 def test_a_name_of_the_hub_says_how_to_download_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name = "meta-llama/Llama-3.1-8B"
-    command = f"hf download {name} --exclude 'original/*' --local-dir Llama-3.1-8B, and its folder given: Llama-3.1-8B"
+    command = f"name its folder, Llama-3.1-8B: hf download {name} --exclude 'original/*' --local-dir Llama-3.1-8B"
     for argv in (
         ["generate", name],
         ["generate", f"https://huggingface.co/{name}"],

@@ -41,8 +41,8 @@ class LoraSettings(Checked, prefix="--"):
         lora_alpha: strength of the adapters, whose product is scaled by lora_alpha / lora_rank; if not given, 2 x
             lora_rank.
         lora_dropout: probability of dropping an element of an adapter's input.
-        lora_targets: layers with adapters, by their names in the folder (q_proj, v_proj, embed_tokens, lm_head, ...);
-            "all-linear" means all linear layers of the transformer layers, as in peft with experts and routers of
+        lora_targets: layers with adapters, by their names in the folder (q_proj, v_proj, embed_tokens, lm_head, ...).
+            With "all-linear", all linear layers of the transformer layers, as in peft with experts and routers of
             models that had them as linear layers in transformers 4.
         lora_target_pattern: instead of lora_targets, a regular expression that matches the whole paths of the layers
             that get adapters, such as ".*layers\\.(2|3)\\..*proj".
@@ -52,8 +52,8 @@ class LoraSettings(Checked, prefix="--"):
             of a path; the first match counts.
         lora_alpha_pattern: other strengths for some layers, as NAME=ALPHA.
         lora_bias: biases of the model to train: none, all, or only the biases of layers with adapters (lora_only).
-        lora_modules_to_save: modules that are trained whole and saved with the adapters, by their names in the folder
-            (lm_head, embed_tokens, norm, ...).
+        lora_modules_to_save: modules that are trained whole and saved with the adapters, by their names in the
+            folder (lm_head, embed_tokens, norm, ...).
         lora_dora: learn the norms of the weights' rows separately from their directions (DoRA).
         lora_from: start from the adapters in this folder, which determine rank, strength and targets.
         lora_rslora: divide the strength by the square root of the rank, not by the rank, so that high ranks also learn.
@@ -177,8 +177,9 @@ class PretrainedSettings(Checked, prefix="model."):
         sequence_length: tokens in a training sample; if not given, 512 or the model's maximum, whichever is less.
         dropout: probability of dropping an element of residual branches and of attention weights; if not given, the
             values in the folder's config.json.
-        implementation: whose layers compute the model: "shardwise" has a table of the folder's model_type,
-            "transformers" has the model, which its own plan splits; "auto" takes a table if there is one.
+        implementation: "shardwise" computes the model with its own layers, if it has a table of the folder's
+            model_type; "transformers" with the model of that library, split by its own plan; "auto" takes a table if
+            there is one.
     """
 
     sequence_length: Annotated[int | None, SEQUENCE] = None
@@ -194,14 +195,14 @@ class SampleSettings(Checked, prefix="--"):
         mask_prompts: train only on completions and the turns of the assistant; with --no-mask-prompts on all of the
             text.
         learn: train on all answers of a chat or completion, or only on the last one.
-        prompt_template: JSON file with a form for records of other keys: a record with places for their texts, such as
-            {"prompt": "{question}", "completion": "{answer}"}; or several under "forms".
+        prompt_template: JSON file with a form for records of other keys: a record with places for their texts, such
+            as {"prompt": "{question}", "completion": "{answer}"}; or several under "forms".
         packing: put several samples into one row, separated by masks, each with positions from 0, which avoids padding.
             The batch size then counts rows.
         too_long: how to fit a sample that is longer than model.sequence-length: cut off its end, split it into several
             samples, or drop it.
-        held_out: files and folders for evaluation, in the formats of data; if not given, a part of the data
-            (corpus.held-out-fraction).
+        held_out: files and folders for evaluation, in the formats of data; if not given, a part of the
+            data (corpus.held-out-fraction).
         epochs: number of passes over the data, instead of training.steps; places of the last step that no sample is
             left for stay empty.
     """

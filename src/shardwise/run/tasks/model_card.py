@@ -50,10 +50,10 @@ def model_card(
     front = [f"{key}: {value if key in licence else json.dumps(value)}" for key, value in fields.items()]
     front.append(f"tags: {json.dumps(tags)}")
     title = Path(out).resolve().name
-    what = f"Adapters for {name}" if is_adapter else (f"{name}, fine-tuned" if name else "A language model")
-    lines = ["---", *front, "---", "", f"# {title}", "", f"{what}, trained with Shardwise.", ""]
+    what = f"Adapters for {name}, trained" if is_adapter else f"{name}, fine-tuned" if name else "A model, trained"
+    lines = ["---", *front, "---", "", f"# {title}", "", f"{what} with Shardwise.", ""]
     if base is not None and own_file(base, README_NAME) is not None:
-        lines += [f"What the authors of the base model say of it is in [{BASE_README_NAME}]({BASE_README_NAME}).", ""]
+        lines += [f"The base model's own readme is [{BASE_README_NAME}]({BASE_README_NAME}).", ""]
     lines += ["## Training", "", "| | |", "|---|---|"]
     rows = {"model": model_name, "data": data, **_results(out, steps)}
     rows["ranks"] = ", ".join(f"{kind} {size}" for kind, size in layout.items())
@@ -109,11 +109,11 @@ def _results(out: Path, steps: int | None) -> dict[str, str]:
     results = {"steps": str(rows[-1]["step"] + 1)}
     losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
     if losses:
-        results["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+        results["loss"] = f"{losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"
     for name in dict.fromkeys(key for row in rows for key in row if key.startswith("held_out")):
         values = [row[name] for row in rows if isinstance(row.get(name), float)]
         if values:
-            results[name.replace("_", " ")] = f"{values[-1]:.4f} at last"
+            results[name.replace("_", " ")] = f"{values[-1]:.4f} at the end"
     return results
 
 

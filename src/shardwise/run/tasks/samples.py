@@ -35,7 +35,7 @@ from shardwise.data import (
     read_by_form,
 )
 from shardwise.data.blend import parse_blend
-from shardwise.data.examples import has_text, is_plain_text, is_preference
+from shardwise.data.examples import has_text, is_plain_text, is_preference, names_its_text
 from shardwise.data.json_records import Record, counted
 from shardwise.data.reading import corpus_of
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
@@ -113,7 +113,7 @@ class Examples(Method):
             if is_preference(record) and is_plain_text(record, key) and key not in record.value:
                 raise DataError(f"{record.where}: a preference ('chosen' and 'rejected'); use shardwise dpo")
         others = self._records(measured)[1] if measured else None
-        if all(is_plain_text(record, key) for record in (*records, *(others or ()))):
+        if all(is_plain_text(record, key) and names_its_text(record, key) for record in (*records, *(others or ()))):
             held_out = None if others is None else corpus_of("held out", others, key)
             return _Documents(corpus_of(name, records, key), held_out)
         examples = [example_of(record, key) for record in records]
