@@ -125,7 +125,7 @@ def test_the_cache_wastes_less_than_a_page_per_sequence(group):
             sequences = engine._running
             assert used == sum(-(-len(each.context) // 4) for each in sequences)
             assert used * 4 - sum(len(each.context) for each in sequences) < 4 * len(sequences)
-            engine.accept(works, engine.choose(works, engine.logits(works)).tolist())
+            engine.accept(works, engine.answer(works, engine._store.read(works)))
     assert most == 5
 
 
@@ -141,8 +141,7 @@ def rows_and_pages(engine: BatchEngine, requests: list[Request]) -> tuple[dict, 
             took_back |= any(has_text)
             rows += sum(work.stop - work.start for work in works)
             pages = max(pages, engine.cache.num_pages - engine.cache.num_free)
-            logits = engine.logits(works)
-            found |= dict(engine.accept(works, engine.choose(works, logits).tolist(), logits))
+            found |= dict(engine.accept(works, engine.answer(works, engine._store.read(works))))
     assert engine.cache.num_free == engine.cache.num_pages
     assert not engine.cache._full
     assert not engine.cache._keys

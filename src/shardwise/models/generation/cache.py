@@ -13,6 +13,7 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding.balanced import is_sharded
 from shardwise.models.by_plan.model import PlannedCache, PlannedModel
 from shardwise.models.gpt import GPT
+from shardwise.models.transformer.block import layers_of_this_stage
 from shardwise.models.transformer.heads import Heads, split_heads
 from shardwise.models.transformer.inference_block import InferenceBlock
 from shardwise.nn.inference import InferenceRowLinear, sharing
@@ -22,8 +23,16 @@ CausalModel = GPT | PlannedModel
 """A model that continues texts."""
 
 
-def layer_sizes(model: GPT, rank: int | None = None) -> list[tuple[int, int, int]]:
-    """Return, for each layer, the number of key-value heads of a rank, by default this one, and their two widths."""
+def layer_sizes(
+    model: GPT, rank: int | None = None, layers: Sequence[int] | None = None
+) -> dict[int, tuple[int, int, int]]:
+    """Return, by the number of each layer, the number of key-value heads of a rank, and their two widths.
+
+    Args:
+        model: the model, or one pipeline stage of it.
+        rank: rank of the model's tensor-parallel group; this one if None.
+        layers: layers, counted from 0 over the model; those of this rank's stage if None.
+    """
     config, group = model.config, model.tp_group
     rank = group.rank() if rank is None else rank
 
@@ -31,12 +40,13 @@ def layer_sizes(model: GPT, rank: int | None = None) -> list[tuple[int, int, int
         start, stop = split_heads(heads.queries, heads.groups, group.size()).groups[rank]
         return stop - start, heads.width, config.value_width if heads == config.heads else heads.width
 
-    return [sizes(config.heads_of(number + 1)) for number in range(config.num_layers)]
+    layers = layers_of_this_stage(config, model.pp_group, model.vp_stage) if layers is None else layers
+    return {number + 1: sizes(config.heads_of(number + 1)) for number in layers}
 
 
 def kind_of_cache(model: GPT) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and the device of a model's keys and values."""
-    weight = model.embedding.word_embeddings.weight
+    """Return the dtype and the device of a model's keys and values, and of its hidden states between stages."""
+    weight = next(model.parameters())
     # A fully sharded weight may be stored in fp32. It is gathered in the layers' compute dtype.
     return model.config.params_dtype if is_sharded(weight) else weight.dtype, weight.device
 
@@ -48,12 +58,13 @@ class PreallocatedCache:
     ``truncate(cache.length)`` undoes a pass that failed part-way.
 
     Args:
-        num_layers: number of layers, which are numbered from 1.
+        num_layers: number of layers.
         num_groups, head_dim: number of key-value heads on this rank, and the width of their keys.
         batch_size, capacity: number of sequences, and maximum number of tokens in each.
         value_dim: width of the values; ``head_dim`` if None.
         dtype, device: dtype and device of keys and values; the default device if None.
-        others: by index, ``num_groups``, ``head_dim`` and ``value_dim`` of layers with others.
+        others: by number, ``num_groups``, ``head_dim`` and ``value_dim`` of layers with others.
+        first_layer: number of the first layer, over 1 on a later pipeline stage.
 
     Raises:
         ConfigError: a size is under 1.
@@ -71,6 +82,7 @@ class PreallocatedCache:
         dtype: torch.dtype,
         device: torch.device | None = None,
         others: Mapping[int, tuple[int, int, int]] | None = None,
+        first_layer: int = 1,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -83,11 +95,11 @@ class PreallocatedCache:
         for name, size in sizes.items():
             if size < 1:
                 raise ConfigError(f"{name} of a key-value cache is {size}; it must be at least 1")
-        self.capacity = capacity
+        self.capacity, self._first_layer = capacity, first_layer
         own = num_groups, head_dim, sizes["value_dim"]
         # For each layer keys and values, [b, groups/t, capacity, d].
         self._layers: list[tuple[Tensor, Tensor]] = []
-        for number in range(num_layers):
+        for number in range(first_layer, first_layer + num_layers):
             groups, *widths = (others or {}).get(number, own)
             keys, values = (
                 torch.empty(batch_size, groups, capacity, width, dtype=dtype, device=device) for width in widths
@@ -101,11 +113,12 @@ class PreallocatedCache:
 
         The model's attention must be that of ``attention_of``, or hold the same heads on each rank.
         """
-        config, sizes = model.config, layer_sizes(model)
-        num_groups, head_dim, value_dim = own = sizes[0]
+        sizes = layer_sizes(model)
+        first = min(sizes)
+        num_groups, head_dim, value_dim = own = sizes[first]
         dtype, device = kind_of_cache(model)
         return cls(
-            config.num_layers,
+            len(sizes),
             num_groups,
             head_dim,
             batch_size=batch_size,
@@ -113,7 +126,8 @@ class PreallocatedCache:
             value_dim=value_dim,
             dtype=dtype,
             device=device,
-            others={number: each for number, each in enumerate(sizes) if each != own},
+            others={number: each for number, each in sizes.items() if each != own},
+            first_layer=first,
         )
 
     @property
@@ -127,7 +141,7 @@ class PreallocatedCache:
         return sum(keys.nbytes + values.nbytes for keys, values in self._layers)
 
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens, ``[b, groups/t, new, d]``, to a layer, numbered from 1.
+        """Append keys and values of new tokens, ``[b, groups/t, new, d]``, to a layer, by its number in the model.
 
         Returns:
             Keys and values of all tokens so far, ``[b, groups/t, all, d]``: views of the cache, which a later
@@ -137,7 +151,8 @@ class PreallocatedCache:
             ShardingError: there is no such layer, the shape is wrong, there are more tokens than the capacity, or a
                 layer appends twice before all others appended once.
         """
-        if not 1 <= layer_number <= len(self._layers):
+        place = layer_number - self._first_layer
+        if not 0 <= place < len(self._layers):
             raise ShardingError(
                 f"layer {layer_number} is not one of the {len(self._layers)} layers of the key-value cache"
             )
@@ -149,7 +164,7 @@ class PreallocatedCache:
                 f"the key-value cache holds [{b}, {groups}, tokens, {d}] per layer, with values {value_d} wide; layer "
                 f"{layer_number} appends a key of shape {list(key.shape)} and a value of shape {list(value.shape)}"
             )
-        start = self._lengths[layer_number - 1]
+        start = self._lengths[place]
         if start != self.length:
             raise ShardingError(
                 f"layer {layer_number} has {start} tokens in the key-value cache and another layer {self.length}: "
@@ -163,12 +178,12 @@ class PreallocatedCache:
             )
         keys[:, :, start:stop] = key.detach()
         values[:, :, start:stop] = value.detach()
-        self._lengths[layer_number - 1] = stop
+        self._lengths[place] = stop
         return keys[:, :, :stop], values[:, :, :stop]
 
     def whole_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return the full buffers of keys and values of a layer, from 1, as views ``[b, groups/t, capacity, d]``."""
-        return self._layers[layer_number - 1]
+        """Return the full buffers of keys and values of a layer, as views ``[b, groups/t, capacity, d]``."""
+        return self._layers[layer_number - self._first_layer]
 
     def extend(self, count: int) -> None:
         """Increase the length by ``count`` tokens that were written to ``whole_layer`` of every layer.
@@ -283,6 +298,9 @@ def inference_view(model: M, *, fused: bool) -> M:
         ConfigError: layers have adapters or custom parts, or are not pre-norm; or, with ``fused``, the model is one of
             several pipeline stages, or has no norm after the last layer.
     """
+    if fused and model.groups.num_stages > 1:
+        # On every stage, before the block of one of them refuses.
+        raise ConfigError("fused layers need the whole model on each rank, and this is one of several pipeline stages")
     return with_block(model, InferenceBlock.of(model.decoder, fused=fused))
 
 

@@ -1,7 +1,7 @@
 """Generation for many prompts: sequences join and leave while others go on.
 
 A pass has the next tokens of several sequences in one row: one token of each text that grows, and chunks of prompts
-that are read. All ranks of the model's tensor-parallel group make the same passes, since they choose the same tokens.
+that are read. All ranks make the same passes, since they choose the same tokens.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.core.communication.agreement import check_same
 from shardwise.core.errors import ConfigError
 from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.generation.cache import CausalModel, kind_of_cache, layer_sizes
-from shardwise.models.generation.generation import check_arguments, checked_model, evaluation_mode, own_part
+from shardwise.models.generation.generation import check_arguments, evaluation_mode, own_part
 from shardwise.models.generation.paged_cache import PagedCache
 from shardwise.models.generation.requests import LEAST_TEMPERATURE, Generated, LogProb, Request
 from shardwise.models.generation.sampling import (
@@ -29,6 +28,7 @@ from shardwise.models.generation.sampling import (
     likeliest_ids,
 )
 from shardwise.models.generation.sequences import PagedStore, PlannedStore, RunningSequence, SequenceStore, Work
+from shardwise.models.generation.stages import Answer, Stages
 from shardwise.models.gpt import GPT
 from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs
 
@@ -45,8 +45,10 @@ _BYTES = 1 << 30
 class BatchEngine:
     """Continues many prompts together, each as ``generate`` does alone, up to rounding of the logits.
 
-    Every rank of the model's tensor-parallel group makes the same calls. The model must be in evaluation mode, without
-    gradient, in ``step``; ``run`` sees to it. Its weights may change between two runs.
+    Every rank of the model's tensor- and pipeline-parallel groups makes the same calls. The model must be in evaluation
+    mode, without gradient, in ``step``; ``run`` sees to it. Its weights may change between two runs.
+
+    Pipeline stages read different passes at the same time, each of about an equal share of the sequences.
 
     A prompt is read in chunks, between which the texts of others grow. If the cache is full, requests wait, in their
     order. If it is full because texts grow, the youngest one gives its pages back and is read again later. Sequences
@@ -54,7 +56,7 @@ class BatchEngine:
     A model by a plan (``PlannedModel``) has caches of transformers; it reads one prompt after the other, whole.
 
     Args:
-        model: the model.
+        model: the model, or this rank's pipeline stage of it.
         max_sequences: maximum number of sequences at once.
         capacity: number of tokens whose keys and values fit into the cache, rounded up to pages. If None,
             ``max_sequences`` of the longest sequences, or as many tokens as fit into 1 GiB if that is less, but at
@@ -63,7 +65,8 @@ class BatchEngine:
         chunk_size: number of prompt tokens of a pass.
 
     Raises:
-        ConfigError: a number is under 1, or the model is one of several pipeline stages.
+        ConfigError: a number is under 1; or the model is not the stage of its place in its pipeline-parallel group, or
+            has several chunks of layers.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class BatchEngine:
         page_size: int = PAGE_SIZE,
         chunk_size: int = CHUNK_SIZE,
     ) -> None:
-        self.vocab_size, self.model, self.page_size = checked_model(model), model, page_size
+        self._stages = Stages(model)
+        assert model.vocab_size is not None
+        self.vocab_size, self.model, self.page_size = model.vocab_size, model, page_size
         sizes = {"max_sequences": max_sequences, "page_size": page_size, "chunk_size": chunk_size}
         for name, size in (sizes if capacity is None else sizes | {"capacity": capacity}).items():
             if size < 1:
@@ -97,9 +102,11 @@ class BatchEngine:
     @staticmethod
     def _usual_capacity(model: GPT, max_sequences: int) -> int:
         itemsize = kind_of_cache(model)[0].itemsize
+        # The same on all stages.
         per_token = max(
-            sum(groups * (key + value) for groups, key, value in layer_sizes(model, rank)) * itemsize
+            sum(groups * (key + value) for groups, key, value in layer_sizes(model, rank, *stage).values()) * itemsize
             for rank in range(model.tp_group.size())
+            for stage in model.config.stage_layers()
         )
         longest = model.max_sequence_length
         return max(longest, min(max_sequences * longest, _BYTES // per_token))
@@ -152,7 +159,8 @@ class BatchEngine:
             for each in requests
         ]
         digest = hashlib.sha256("\n".join(named).encode()).hexdigest()
-        check_same(f"{len(named)} requests, SHA-256 {digest[:12]}", "what to generate", group=self.model.tp_group)
+        asked = f"{len(named)} requests, SHA-256 {digest[:12]}"
+        self._stages.check_same(asked, "what to generate")
         for request in requests:
             self.check(request)
         numbers = range(self._num_added, self._num_added + len(requests))
@@ -188,28 +196,41 @@ class BatchEngine:
             self._store.release_(sequence)
         self._running.clear()
         self._waiting.clear()
+        self._stages.clear()
 
     def step(self) -> list[tuple[int, Generated]]:
-        """Make one pass; return number and result of each request that is done. Every rank calls.
+        """Begin a pass, and end one; return number and result of each request that is done. Every rank calls.
 
         Raises:
             DivergenceError: logits are infinite or NaN.
         """
-        works = self.schedule()
-        logits = self.logits(works)
-        return self.accept(works, checked_choice(self.choose(works, logits)).tolist(), logits)
+        stages = self._stages
+        works, arrived = stages.begin(self.schedule())
+        output = self._store.read(works, arrived) if works else None
+        answer = None
+        if output is not None and stages.is_last:
+            answer, output = self.answer(works, own_part(self.model, output)), None
+        ended = stages.oldest()
+        return self.accept(ended, stages.exchange(output, answer, _sizes(ended)))
 
     def schedule(self) -> list[Work]:
-        """Choose the tokens of the next pass, and make room for them in the cache."""
+        """Choose the tokens of the next pass, and make room for them in the cache.
+
+        ``num_cached`` counts them already: a later pass finds them cached, as each stage reads passes in their order.
+        """
         works: dict[RunningSequence, Work] = {}
+        # The other stages read the other sequences meanwhile.
+        most = -(-min(self._max_sequences, len(self._running) + len(self._waiting)) // self._stages.number)
         for sequence in list(self._running):
-            if sequence.num_cached == len(sequence.context) - 1 and self._has_room(sequence, works):
+            is_next = sequence.num_cached == len(sequence.context) - 1 and len(works) < most
+            if is_next and self._has_room(sequence, works):
                 self._read_chunk(sequence, 1, works)
         left = self._chunk_size
         for sequence in list(self._running):
-            if left > 0 and sequence not in works and self._has_room(sequence, works):
+            is_read = sequence.num_cached == len(sequence.context)
+            if left > 0 and len(works) < most and not is_read and self._has_room(sequence, works):
                 left -= self._read_chunk(sequence, left, works)
-        while left > 0 and self._waiting and len(self._running) < self._max_sequences:
+        while left > 0 and len(works) < most and self._waiting and len(self._running) < self._max_sequences:
             sequence = self._waiting[0]
             length = sequence.most_tokens if self._reserves else len(sequence.context)
             # If there are tokens left, this pass reads all running sequences to their ends. In each layer it writes all
@@ -228,7 +249,8 @@ class BatchEngine:
         start = sequence.num_cached
         works[sequence] = Work(sequence, start, min(len(sequence.context), start + left))
         self._store.offer_(works[sequence])
-        return works[sequence].stop - start
+        sequence.num_cached = works[sequence].stop
+        return sequence.num_cached - start
 
     def _forget(self, sequence: RunningSequence) -> None:
         self._store.release_(sequence)
@@ -239,6 +261,9 @@ class BatchEngine:
         if sequence not in self._running:
             return False
         while not self._store.extend_(sequence, len(sequence.context)):
+            if self._stages.are_busy:
+                # Wait until each sequence has the tokens that were chosen for it.
+                return False
             youngest = self._running.pop()
             # Sequences that took pages from it are younger, so they have given them back already.
             self._forget(youngest)
@@ -248,12 +273,22 @@ class BatchEngine:
                 return False
         return True
 
-    def logits(self, works: Sequence[Work]) -> Tensor:
-        """Read tokens; return this rank's part of the logits of ``Work.rows``, ``[n, v/t]``."""
-        return own_part(self.model, self._store.logits(works))
+    def answer(self, works: Sequence[Work], logits: Tensor) -> Answer:
+        """Choose the next token of each sequence that has one, and measure tokens.
 
-    def choose(self, works: Sequence[Work], logits: Tensor) -> Tensor:
-        """Choose the next token of each sequence that has one, ``[b]`` ids in their order."""
+        Args:
+            works: what the model has read.
+            logits: ``[n, v/t]``, this rank's part of the logits of ``Work.rows``.
+        """
+        chosen = self._choose(works, logits)
+        ids, values = [chosen], [logits.new_empty(0, dtype=torch.promote_types(logits.dtype, torch.float32))]
+        for temperature, measured in _measured(works).items():
+            tokens, found = self._measure(measured, temperature, chosen, logits)
+            ids.append(tokens.flatten())
+            values.append(found.flatten())
+        return Answer(torch.cat(ids), torch.cat(values))
+
+    def _choose(self, works: Sequence[Work], logits: Tensor) -> Tensor:
         places: dict[Sampling, list[tuple[int, int]]] = {}
         number = last = 0
         choosing = []
@@ -264,46 +299,58 @@ class BatchEngine:
                 choosing.append(work.sequence)
                 number += 1
         chosen = torch.zeros(number, dtype=torch.int64, device=logits.device)
-        options: dict[str, Any] = {"vocab_size": self.vocab_size, "group": self.model.tp_group}
         for sampling, pairs in places.items():
             own = [choosing[index] for index, _ in pairs]
             rows = [row for _, row in pairs]
             chosen[[index for index, _ in pairs]] = choose_next_token(
                 logits if rows == list(range(len(logits))) else logits[rows],
                 sampling,
-                **options,
+                **self._of_vocabulary,
                 generator=[each.generator for each in own],
                 histories=[History(each.request.start, each.result.token_ids) for each in own],
             )
         return chosen
 
-    def accept(
-        self, works: Sequence[Work], chosen: Sequence[int], logits: Tensor | None = None
-    ) -> list[tuple[int, Generated]]:
-        """Add the chosen tokens to their sequences; return number and result of each request that is done."""
-        left, measured, first, done = iter(chosen), list[_Measured](), 0, []
+    def _measure(
+        self, measured: Sequence[_Measured], temperature: float, chosen: Tensor, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probabilities, ``[n, 1 + top]``: of each token to measure, then of the likeliest."""
+        device, count = logits.device, _most_top(measured)
+        places = [place for place, each in enumerate(measured) if each.choice is not None]
+        choices = [each.choice for each in measured if each.choice is not None]
+        first = torch.tensor([each.token for each in measured], device=device)
+        # -1 if logits are not finite, which is an error when the tokens are accepted.
+        first[places] = chosen[choices].clamp(min=0)
+        rows, ids = logits[[each.row for each in measured]], first.unsqueeze(1)
+        if count > 0:
+            ids = torch.cat([ids, likeliest_ids(rows, count, **self._of_vocabulary)], dim=1)
+        options: dict[str, Any] = {"temperature": temperature, "validate": False, **self._of_vocabulary}
+        values = [vocab_parallel_log_probs(rows, column.contiguous(), **options) for column in ids.unbind(1)]
+        return ids, torch.stack(values, dim=1)
+
+    @property
+    def _of_vocabulary(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size, "group": self.model.tp_group}
+
+    def accept(self, works: Sequence[Work], answer: Answer) -> list[tuple[int, Generated]]:
+        """Add the chosen tokens to their sequences; return number and result of each request that is done.
+
+        Raises:
+            DivergenceError: logits are infinite or NaN.
+        """
+        num_chosen = sum(work.chooses for work in works)
+        left, done = iter(checked_choice(answer.ids[:num_chosen]).tolist()), []
+        ids, values, start = answer.ids[num_chosen:].tolist(), answer.values.tolist(), 0
+        for measured in _measured(works).values():
+            width = 1 + _most_top(measured)
+            for each in measured:
+                tokens, found = (several[start : start + 1 + each.num_top] for several in (ids, values))
+                each.result.append(LogProb(found[0], tuple(zip(tokens[1:], found[1:], strict=True))))
+                start += width
         for work in works:
-            own, request = work.sequence, work.sequence.request
-            for place, position in enumerate(own.unmeasured(work.start, work.stop)):
-                assert request.prompt_log_probs is not None
-                token = own.context[position + 1]
-                measured.append(
-                    _Measured(first + place, token, request, request.prompt_log_probs, own.result.prompt_log_probs)
-                )
-            first += len(work.rows)
-            own.num_cached = work.stop
-            if not work.chooses:
-                if work.stop == len(own.context):
-                    done.append(own)
-                continue
-            token = next(left)
-            if request.log_probs is not None:
-                measured.append(_Measured(first - 1, token, request, request.log_probs, own.result.log_probs))
-            if self._ends(own, token):
+            own = work.sequence
+            if self._ends(own, next(left)) if work.chooses else work.stop == len(own.context):
                 done.append(own)
-        if measured:
-            assert logits is not None
-            self._measure(measured, logits)
         for sequence in done:
             self._running.remove(sequence)
             self._store.release_(sequence)
@@ -332,37 +379,52 @@ class BatchEngine:
             sequence.num_cached = 0
         return False
 
-    def _measure(self, measured: Sequence[_Measured], logits: Tensor) -> None:
-        """Append log-probabilities to their lists."""
-        for temperature in dict.fromkeys(each.request.measured_at for each in measured):
-            own = [each for each in measured if each.request.measured_at == temperature]
-            rows, count = logits[[each.row for each in own]], max(each.num_top for each in own)
-            options: dict[str, Any] = {"vocab_size": self.vocab_size, "group": self.model.tp_group}
-            ids = torch.tensor([[each.token] for each in own], device=logits.device)
-            if count > 0:
-                ids = torch.cat([ids, likeliest_ids(rows, count, **options)], dim=1)
-            values = torch.stack(
-                [
-                    vocab_parallel_log_probs(
-                        rows, column.contiguous(), temperature=temperature, validate=False, **options
-                    )
-                    for column in ids.unbind(1)
-                ],
-                dim=1,
-            )
-            for each, tokens, found in zip(own, ids.tolist(), values.tolist(), strict=True):
-                top = tuple(zip(tokens[1 : 1 + each.num_top], found[1 : 1 + each.num_top], strict=True))
-                each.result.append(LogProb(found[0], top))
-
 
 class _Measured(NamedTuple):
-    """A log-probability to measure: a row of logits, a token, the number of top ones, and the list for it."""
+    """A log-probability to measure.
+
+    Attributes:
+        row: row of the logits.
+        token: the token; 0 if it is one that is chosen now.
+        choice: its place among those that are chosen now, or None.
+        num_top: number of most likely tokens next to it.
+        result: the list for it.
+    """
 
     row: int
     token: int
-    request: Request
+    choice: int | None
     num_top: int
     result: list[LogProb]
+
+
+def _measured(works: Sequence[Work]) -> dict[float, list[_Measured]]:
+    """Return what is measured in a pass, by temperature; the same before the pass as when it is accepted."""
+    found: dict[float, list[_Measured]] = {}
+    first = num_chosen = 0
+    for work in works:
+        own, request = work.sequence, work.sequence.request
+        for place, position in enumerate(own.unmeasured(work.start, work.stop)):
+            token, top = own.context[position + 1], request.prompt_log_probs or 0
+            each = _Measured(first + place, token, None, top, own.result.prompt_log_probs)
+            found.setdefault(request.measured_at, []).append(each)
+        first += len(work.rows)
+        if work.chooses:
+            if request.log_probs is not None:
+                each = _Measured(first - 1, 0, num_chosen, request.log_probs, own.result.log_probs)
+                found.setdefault(request.measured_at, []).append(each)
+            num_chosen += 1
+    return found
+
+
+def _most_top(measured: Sequence[_Measured]) -> int:
+    return max(each.num_top for each in measured)
+
+
+def _sizes(works: Sequence[Work]) -> tuple[int, int]:
+    """Return the numbers of ids and values of the answer to a pass."""
+    number = sum(len(each) * (1 + _most_top(each)) for each in _measured(works).values())
+    return number + sum(work.chooses for work in works), number
 
 
 def generate_all(
@@ -373,7 +435,7 @@ def generate_all(
     capacity: int | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> list[Generated]:
-    """Continue prompts together; every rank of the model's tensor-parallel group calls.
+    """Continue prompts together; every rank of the model calls.
 
     Args:
         model, max_sequences, capacity, chunk_size: see ``BatchEngine``; the cache is no larger than the requests need.

@@ -8,7 +8,7 @@ tokens share the full pages of these, which are not written any more. A page is 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ class PagedCache:
     """Keys and values of the heads of one rank, in pages that sequences share.
 
     Args:
-        sizes: for each layer the number of key-value heads on this rank, and the widths of keys and of values.
+        sizes: by the number of each layer the number of key-value heads on this rank, and the widths of keys and of
+            values.
         num_pages, page_size: number of pages, and of tokens in each.
         dtype, device: dtype and device of keys and values; the default device if None.
 
@@ -42,7 +43,7 @@ class PagedCache:
 
     def __init__(
         self,
-        sizes: Sequence[tuple[int, int, int]],
+        sizes: Mapping[int, tuple[int, int, int]],
         *,
         num_pages: int,
         page_size: int,
@@ -55,10 +56,10 @@ class PagedCache:
         self.page_size, self.num_pages = page_size, num_pages
         # Page 0 belongs to no sequence. It stays zero, because shorter sequences read it where longer ones have tokens.
         slots = (1 + num_pages) * page_size
-        self._layers = [
-            tuple(torch.zeros(slots, groups, width, dtype=dtype, device=device) for width in widths)
-            for groups, *widths in sizes
-        ]
+        self._layers = {
+            number: tuple(torch.zeros(slots, groups, width, dtype=dtype, device=device) for width in widths)
+            for number, (groups, *widths) in sizes.items()
+        }
         self._free = list(range(1, num_pages + 1))
         self._num_holders = [0] * (1 + num_pages)
         # Full pages by the page before them, or 0, and their tokens. A sequence that has a page also has the pages
@@ -80,7 +81,7 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the cache on this rank, full or empty."""
-        return sum(tensor.nbytes for layer in self._layers for tensor in layer)
+        return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
     def num_pages_for(self, length: int) -> int:
         """Return the number of pages of a sequence of some length."""
@@ -132,9 +133,14 @@ class PagedCache:
         pages.clear()
 
     def layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, from 1, as ``[slots, groups/t, width]``; a page is successive slots."""
-        keys, values = self._layers[layer_number - 1]
+        """Return keys and values of a layer as ``[slots, groups/t, width]``; a page is successive slots."""
+        keys, values = self._layers[layer_number]
         return keys, values
+
+    @property
+    def device(self) -> torch.device:
+        """The device of keys and values."""
+        return next(iter(self._layers.values()))[0].device
 
 
 class Chunk(NamedTuple):
@@ -216,7 +222,7 @@ class RaggedPass(RowCache):
     def __init__(
         self, cache: PagedCache, chunks: Sequence[Chunk], rows: Sequence[int], *, together: bool = True
     ) -> None:
-        self._cache, size, device = cache, cache.page_size, cache.layer(1)[0].device
+        self._cache, size, device = cache, cache.page_size, cache.device
         places = [(chunk, place) for chunk in chunks for place in range(chunk.start, chunk.stop)]
         self.ids = torch.tensor([[token for chunk in chunks for token in chunk.ids]], device=device)
         self.positions = torch.tensor([place for _, place in places], device=device)

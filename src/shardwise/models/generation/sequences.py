@@ -85,8 +85,11 @@ class SequenceStore(Protocol):
         """Return why a sequence of some length never has room; None if it has."""
         ...
 
-    def logits(self, works: Sequence[Work]) -> Tensor:
-        """Read tokens; return the logits of all rows, ``[n, v/t]`` or ``[n, v]``."""
+    def read(self, works: Sequence[Work], hidden: Tensor | None = None) -> Tensor:
+        """Read tokens; return the logits of all rows, ``[n, v/t]`` or ``[n, v]``, or the hidden states of a stage.
+
+        ``hidden`` are those of the stage before.
+        """
         ...
 
 
@@ -120,7 +123,7 @@ class PagedStore:
             f"{cache.num_pages}; raise the capacity of the cache to at least {length} tokens, or lower max_new_tokens"
         )
 
-    def logits(self, works: Sequence[Work]) -> Tensor:
+    def read(self, works: Sequence[Work], hidden: Tensor | None = None) -> Tensor:
         chunks, rows, first = [], list[int](), 0
         for work in works:
             own = work.sequence
@@ -129,8 +132,9 @@ class PagedStore:
             first += work.stop - work.start
         # In exact mode the bits of a sequence must not depend on the others.
         row = RaggedPass(self.cache, chunks, rows, together=self._model.config.exact_parts is None)
-        logits: Tensor = self._model(row.ids, row.positions, cache=row)
-        return logits.reshape(-1, logits.size(-1))
+        self._model.set_input_tensor(hidden)
+        output: Tensor = self._model(row.ids, row.positions, cache=row)
+        return output.reshape(-1, output.size(-1)) if self._model.post_process else output
 
 
 class PlannedStore:
@@ -154,7 +158,7 @@ class PlannedStore:
     def refusal(self, length: int) -> str | None:
         return None
 
-    def logits(self, works: Sequence[Work]) -> Tensor:
+    def read(self, works: Sequence[Work], hidden: Tensor | None = None) -> Tensor:
         return torch.cat([self._logits(work) for work in works])
 
     def _logits(self, work: Work) -> Tensor:
