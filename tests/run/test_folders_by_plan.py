@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import warnings
@@ -23,6 +24,7 @@ from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.by_plan import library
+from shardwise.plan.workload import planned_workload
 from shardwise.run import plan_run
 from shardwise.run.metrics import read_metrics
 from shardwise.run.settings import (
@@ -250,6 +252,72 @@ def test_a_plan_counts_the_operations_of_the_utilisation(root: Path) -> None:
     needed = 24 * 4 * model_flops_per_token(PretrainedFolder(root / "Arcee").description, 24)
     # In the backward, PyTorch's attention multiplies queries and keys again: 2 layers of 6 heads of width 4.
     assert plan.worst.flops == needed + 24 * 4 * 2 * (2 * 6 * 4 * 24)
+
+
+# Tied and not; with a bias of the head.
+GROWN = {
+    "Arcee": {"tie_word_embeddings": True},
+    "Apertus": {},
+    "Phi": {},
+    "Nemotron": {},
+    "Cohere2": {},
+    "Jais2": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("kind", GROWN)
+def test_new_tokens_get_rows(group: dist.ProcessGroup, tmp_path: Path, kind: str) -> None:
+    if group.rank() == 0:
+        save(kind, tmp_path / "base", **GROWN[kind])
+    dist.barrier(group)
+    model = load_pretrained(tmp_path / "base", groups=Groups(tp=group), vocab_size=311)
+    save_pretrained(model, tmp_path / "grown", source=tmp_path / "base")
+    base, grown = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "grown"))
+    assert base.keys() == grown.keys()
+    longer = [name for name in base if base[name].shape != grown[name].shape]
+    assert longer == ["lm_head.bias", "lm_head.weight", "model.embed_tokens.weight"][-len(longer) :]
+    assert len(longer) == (3 if kind == "Phi" else 1 if GROWN[kind] or kind == "Cohere2" else 2)
+    for name, tensor in grown.items():
+        assert torch.equal(tensor[:301] if name in longer else tensor, base[name])
+        if name in longer:
+            mean = base[name].mean(0)
+            torch.testing.assert_close(tensor[301:], mean.expand(10, *mean.shape), rtol=1e-12, atol=1e-15)
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / each, dtype=torch.float64)
+        for each in ("base", "grown")
+    )
+    assert after.config.vocab_size == 311
+    ids = torch.arange(22).view(2, 11)
+    with torch.no_grad():
+        torch.testing.assert_close(after(ids).logits[..., :301], before(ids).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_for_new_tokens_are_planned(root: Path, tmp_path: Path) -> None:
+    save("Apertus", tmp_path / "small", vocab_size=280)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(root / "Apertus" / name, tmp_path / "small")
+    settings = FinetuneSettings(
+        base=str(tmp_path / "small"), data=("x",), out=str(tmp_path / "out"), resize_vocab=True, device="cpu"
+    )
+    source, planned = PretrainedModel(settings), planned_workload(settings)
+    assert source.folder.description.vocab_size == planned.model.vocab_size == source.tokenizer.vocab_size == 290
+    assert source.folder.new_ids == range(280, 290)
+    with pytest.raises(ConfigError, match=r"290 ids, and its model rows for 280: .* --resize-vocab gives"):
+        PretrainedModel(dataclasses.replace(settings, resize_vocab=False))
+
+
+def test_embeddings_that_would_lack_new_ids_are_named() -> None:
+    sizes = SIZES | {"rope_parameters": None, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    for rows, message in ((301, "embed_tokens_per_layer"), (290, None)):
+        config = transformers.Gemma3nTextConfig(**sizes | {"vocab_size_per_layer_input": rows})
+        model = library.describe(config.to_dict() | {"architectures": ["Gemma3nForCausalLM"]})
+        if message is None:
+            assert library.with_vocabulary(model, 311).vocab_size == 311
+        else:
+            with pytest.raises(ConfigError, match=f"Gemma3nForCausalLM .* cannot get another number of ids.*{message}"):
+                library.with_vocabulary(model, 311)
 
 
 def test_what_needs_a_table_is_refused_by_its_flag(root: Path) -> None:

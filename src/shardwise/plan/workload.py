@@ -394,7 +394,7 @@ def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | Non
             num_rows = adapters_vocab_size(adapters, config.architecture, num_rows)
         if settings.resize_vocab:
             num_rows = with_new_tokens(settings, num_rows, PaddedTokenizer.load(path).vocab_size)
-        model = dataclasses.replace(model, vocab_size=num_rows)
+        model = config.architecture.with_vocabulary(model, num_rows)
         settings = resolved(settings, model, path)
         return workload_of(settings, with_dropout(model, settings.model.dropout))
     assert isinstance(settings, PlanSettings)

@@ -10,6 +10,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -158,10 +159,15 @@ def allocate_(model: Any, device: torch.device) -> None:
 
 
 @lru_cache(maxsize=8)
-def _stored_names(text: str) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+def _outline(text: str) -> Any:
     own = _read(text)
     with torch.device("meta"):
-        model = _class_of(own)._from_config(own)
+        return _class_of(own)._from_config(own)
+
+
+@lru_cache(maxsize=8)
+def _stored_names(text: str) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    model = _outline(text)
     mapping = importlib.import_module("transformers.conversion_mapping")
     renamed, experts = {}, {}
     for each in mapping.get_model_conversion_mapping(model, add_legacy=False):
@@ -184,6 +190,49 @@ def stored_names(config: ModelConfig) -> tuple[dict[str, str], dict[str, tuple[s
     """
     assert config.transformers_config is not None
     return _stored_names(config.transformers_config)
+
+
+def vocabulary_parameters(config: ModelConfig) -> set[str]:
+    """Return the names of the parameters of the embedding and the head that have a row for each id."""
+    assert config.transformers_config is not None
+    model = _outline(config.transformers_config)
+    outer = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
+    own = {param for module in outer for param in module.parameters() if len(param) == config.vocab_size}
+    return {name for name, param in model.named_parameters(remove_duplicate=False) if param in own}
+
+
+def with_vocabulary(config: ModelConfig, size: int) -> ModelConfig:
+    """Return a model that ``describe`` described with another number of ids, also in the fields that it keeps.
+
+    Raises:
+        ConfigError: parameters other than those of embedding and head depend on the number.
+    """
+    assert config.transformers_config is not None
+    if size == config.vocab_size:
+        return config
+    values, own = json.loads(config.transformers_config), _read(config.transformers_config)
+    inner = own.get_text_config()
+    names = [name for name in own.sub_configs if getattr(own, name, None) is inner]
+    field = inner.attribute_map.get("vocab_size", "vocab_size")
+    for table in (values, *(values.setdefault(name, {}) for name in names)):
+        if field in table or table is not values or not names:
+            table[field] = size
+    resized = describe(values)
+    outlines = [build(each) for each in (config, resized)]
+    before, after = (dict(model.named_parameters()) for model in outlines)
+    # Another embedding of all ids would lack the new ones.
+    others = [
+        f"{name}.weight"
+        for name, module in outlines[0].named_modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings == config.vocab_size
+    ]
+    others += [name for name, param in before.items() if param.shape != after[name].shape]
+    if others := sorted(set(others) - vocabulary_parameters(config)):
+        raise ConfigError(
+            f"{name_of(config)} cannot get another number of ids ({size} instead of {config.vocab_size}): "
+            f"{', '.join(others[:3])} would need rows for them, too; leave new tokens out of the tokenizer"
+        )
+    return replace(config, vocab_size=size, transformers_config=resized.transformers_config)
 
 
 def new_cache(config: Any) -> Any:

@@ -1,7 +1,6 @@
 """A Hugging Face folder: its ``config.json``, and the stored name of each tensor of the architecture."""
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -264,7 +263,7 @@ class PretrainedFolder:
         """Set the size of the vocabulary, at least 1: the folder's first ids; ids that it lacks get the mean row."""
         if size < 1:
             raise ConfigError(f"vocab_size is {size}; a vocabulary needs at least 1 id")
-        self.description = dataclasses.replace(self.description, vocab_size=size)
+        self.description = self.architecture.with_vocabulary(self.description, size)
 
     @property
     def new_ids(self) -> range:
@@ -273,7 +272,7 @@ class PretrainedFolder:
 
     def stored_shape(self, key: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape in the folder of the parameter ``key``, which has ``shape`` in the model."""
-        is_of_vocabulary = key.startswith(("embedding.word_embeddings.", "output_layer."))
+        is_of_vocabulary = self.architecture.is_of_vocabulary(self.config.description, key)
         return (self._stored_vocab_size, *shape[1:]) if is_of_vocabulary else tuple(shape)
 
     def stored_names(self, expected: Set[str]) -> dict[str, str]:

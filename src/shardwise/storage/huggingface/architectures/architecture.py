@@ -175,6 +175,14 @@ class Architecture:
         """Return the description of the same model with an output layer of its own."""
         return replace(model, share_embeddings_and_output_weights=False)
 
+    def with_vocabulary(self, model: ModelConfig, size: int) -> ModelConfig:
+        """Return the description of the same model with another number of ids; raise ConfigError if it has no such."""
+        return replace(model, vocab_size=size)
+
+    def is_of_vocabulary(self, model: ModelConfig, key: str) -> bool:
+        """Return whether the parameter of this name has a row for each id."""
+        return key.startswith(("embedding.word_embeddings.", "output_layer."))
+
     def adapt(self, model: ModelConfig, stored: Set[str]) -> ModelConfig:
         """Return the description, corrected by the names of the stored tensors."""
         return model

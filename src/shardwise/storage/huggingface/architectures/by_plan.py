@@ -13,7 +13,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import Heads
 from shardwise.storage.huggingface.architectures.architecture import Architecture, ExpertNames
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.mapping import Box, Boxes, Composition, Shape, Source, Table
+from shardwise.storage.huggingface.mapping import Box, Boxes, Composition, Piece, Shape, Source, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,14 @@ class ByPlan(Architecture):
                 table["tie_word_embeddings"] = False
         return replace(super().untied(model), transformers_config=json.dumps(values, sort_keys=True))
 
+    def with_vocabulary(self, model: ModelConfig, size: int) -> ModelConfig:
+        """Change the kept fields, too."""
+        return library.with_vocabulary(model, size)
+
+    def is_of_vocabulary(self, model: ModelConfig, key: str) -> bool:
+        """Return whether it is a parameter of the embedding or the head of transformers."""
+        return key in library.vocabulary_parameters(model)
+
     def written(self, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, Any]:
         """Return the ``config.json`` that ``read`` kept, for weights of ``dtype``, without names of a folder's code."""
         assert model.transformers_config is not None
@@ -72,12 +80,19 @@ class _Names(Mapping[str, Source]):
                     start, rows = key.removesuffix(ending), shape[1] // len(endings)
                     sizes = (1, rows, *shape[2:])
                     boxes = [
-                        Box(f"{start}{each}".replace("*", str(number)), (number, at * rows, 0), sizes, True)
+                        Box(
+                            _renamed(f"{start}{each}", renamed).replace("*", str(number)),
+                            (number, at * rows, 0),
+                            sizes,
+                            True,
+                        )
                         for number in range(shape[0])
                         for at, each in enumerate(endings)
                     ]
-                    return Boxes(shape, (), boxes=tuple(_renamed(box, renamed) for box in boxes))
-            return Boxes(shape, (), boxes=(_renamed(Box(key, (0,) * len(shape), shape), renamed),))
+                    return Boxes(shape, (), boxes=tuple(boxes))
+            if len(shape) in (1, 2):
+                return Composition(shape, (Piece(_renamed(key, renamed), 0, shape[0]),))
+            return Boxes(shape, (), boxes=(Box(_renamed(key, renamed), (0,) * len(shape), shape),))
 
         return compose
 
@@ -88,11 +103,10 @@ class _Names(Mapping[str, Source]):
         return 1
 
 
-def _renamed(box: Box, renamed: Mapping[str, str]) -> Box:
-    name = box.tensor
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     for today, stored in renamed.items():
         name = name.replace(today, stored)
-    return box._replace(tensor=name)
+    return name
 
 
 def by_plan(model: ModelConfig) -> ByPlan:
