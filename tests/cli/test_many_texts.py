@@ -36,6 +36,7 @@ def test_several_prompts_are_shown_in_their_order(run, capsys):
     arguments = [str(run.folder), "--prompt", "def f(", "--prompt", "größe", "--max-new-tokens", "20", "--n", "2"]
     assert generate([*arguments, "--seed", "3", "--batch-size", "2"]) == 0
     texts = [run.text(prompt, 20, TOP_50, seed=seed) for prompt in ("def f(", "größe") for seed in (3, 4)]
+    assert len(set(texts)) == 4
     assert capsys.readouterr().out == "\n".join(texts)
 
 
@@ -124,6 +125,10 @@ def test_stop_strings_are_cut_off_across_tokens(run, capsys):
             assert stop in run.tokenizer.decode(line["tokens"])
         else:
             assert written == "def f(" + text[:place] + "\n"
+    # A prompt's own stop strings replace the given ones.
+    prompt = {"prompt": "def f(", "stop": "zzz"}
+    (sample,) = generate_many(run.folder, [prompt], stop=stop, max_new_tokens=30, device="cpu")
+    assert (sample.text, sample.reason) == (text, "length")
 
 
 def test_log_probs_of_generation_are_those_of_scoring(run, capsys, tmp_path):
@@ -147,9 +152,9 @@ def test_log_probs_of_generation_are_those_of_scoring(run, capsys, tmp_path):
 
 
 def test_scores_of_texts_and_of_completions(run):
-    whole, part, long, no_record = score(
+    whole, part, long, no_record, again = score(
         run.folder,
-        ["def f(", {"prompt": "def ", "completion": "f("}, {"tokens": [1] * 33}, 3],
+        ["def f(", {"prompt": "def ", "completion": "f("}, {"tokens": [1] * 33}, 3, "def f("],
         temperature=2.0,
         device="cpu",
     )
@@ -157,10 +162,27 @@ def test_scores_of_texts_and_of_completions(run):
     assert whole.tokens == tuple(ids)
     assert whole.log_probs[0] is None
     assert whole.sum == pytest.approx(sum(each.value for each in whole.log_probs[1:]))
+    assert again.sum == pytest.approx(whole.sum)
     assert run.tokenizer.decode(list(part.tokens)) == "f("
     assert all(each is not None for each in part.log_probs)
     assert "text 3: the prompt has 33 tokens" in long.error
     assert "text 4: neither a JSON object nor a string but a number" in no_record.error
+
+
+def test_the_token_before_each_text_is_read_and_not_measured(tmp_path):
+    run = Run(tmp_path, marks_beginnings=True)
+    first, last, ids = ([*run.tokenizer.encode(text)] for text in ("def ", "f(", "def f("))
+    whole, again, part, split = score(
+        run.folder,
+        [
+            "def f(", {"prompt_tokens": [290], "tokens": ids},
+            {"prompt": "def ", "completion": "f("}, {"prompt_tokens": [290, *first], "tokens": last},
+        ],
+        device="cpu",
+    )  # fmt: skip
+    assert None not in whole.log_probs
+    assert (whole.tokens, part.tokens) == (tuple(ids), tuple(last))
+    assert (whole.sum, part.sum) == pytest.approx((again.sum, split.sum))
 
 
 def test_samples_arrive_as_soon_as_they_are_done(run):
@@ -177,8 +199,11 @@ def test_samples_arrive_as_soon_as_they_are_done(run):
         generate_many(run.folder, prompts, device="cpu", on_sample=interrupt)
     assert [sample.prompt for sample in seen] == [1]
     assert [sample.error for sample in generate_many(run.folder, prompts, device="cpu")] == [None, None]
-    (sample,) = generate_many(run.folder, [last], n=2, device="cpu")
-    assert "seed is 9223372036854775807, and 2 texts have it and those after it" in sample.error
+    long, cool = {"tokens": [1] * 33}, {"prompt": "x", "max_new_tokens": 2, "temperature": 0.5}
+    seeded, refused, *texts = generate_many(run.folder, [last, long, cool], n=2, log_probs=0, device="cpu")
+    assert "seed is 9223372036854775807, and 2 texts have it and those after it" in seeded.error
+    assert "the prompt has 33 tokens" in refused.error
+    assert [(each.prompt, each.sample, each.temperature) for each in texts] == [(2, 0, 0.5), (2, 1, 0.5)]
 
 
 @pytest.mark.parametrize(

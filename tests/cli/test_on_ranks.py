@@ -1,6 +1,8 @@
 """A function on several ranks of this machine: what it gets, returns, prints and raises."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -65,6 +67,7 @@ class UnmadeError(Exception):
 
 
 def end(how):
+    assert not dist.is_initialized()
     if how == "killed":
         os.kill(os.getpid(), 9)
     if how == "unmade":
@@ -85,6 +88,17 @@ def test_an_end_without_a_result_says_why(how, error, message):
     """Without joining, ranks import no PyTorch."""
     with pytest.raises(error, match=message):
         on_ranks(end, how, nproc=1, join=False)
+
+
+def leave():
+    """Leave a process that holds this one's output."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+
+
+@pytest.mark.slow
+def test_a_process_that_a_rank_leaves_holds_nothing_up():
+    (pid,) = on_ranks(leave, nproc=1, join=False)
+    os.kill(pid, 9)
 
 
 def test_what_cannot_be_sent_or_started_is_refused_before_ranks_start(monkeypatch):

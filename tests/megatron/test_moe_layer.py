@@ -263,6 +263,8 @@ def test_state_keys_are_megatron_s(group):
         layer = layer_of(config_of(moe_grouped_gemm=grouped, **KINDS["shared"], **bias))
         state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
         assert state.keys() == shared | of_experts | {"router.weight", "router.expert_bias"}
+        first = 2 * parallel_state.get_expert_model_parallel_rank()
+        assert layer.local_expert_indices == [first, first + 1]
         up, down = layer.experts.up.view(2, -1, H), layer.experts.down.view(2, -1, H)
         if grouped:
             # As Megatron computes: tokens times a part of each.

@@ -17,7 +17,13 @@ from shardwise.megatron.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from shardwise.megatron.layer_parts import FusedLayerNorm
+from shardwise.megatron.layer_parts import (
+    MLP,
+    FusedLayerNorm,
+    MLPSubmodules,
+    SelfAttention,
+    SelfAttentionSubmodules,
+)
 from shardwise.megatron.layer_specs import get_gpt_decoder_block_spec
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -46,6 +52,7 @@ def made(fused, *, rms=False, **options):
         gated_linear_unit=True,
         activation_func=F.silu,
         normalization="RMSNorm" if rms else "LayerNorm",
+        layernorm_epsilon=0.01,
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
         finalize_model_grads_func=finalize_model_grads,
@@ -223,11 +230,12 @@ def test_a_linear_layer_with_a_norm_alone(group):
         num_attention_heads=4,
         params_dtype=torch.float64,
         sequence_parallel=True,
+        layernorm_epsilon=0.01,
         layernorm_zero_centered_gamma=True,
     )
     options = {"config": config, "init_method": config.init_method, "bias": True, "gather_output": False}
     torch.manual_seed(3)
-    norm, linear = FusedLayerNorm(config, H), ColumnParallelLinear(H, 7, **options)
+    norm, linear = FusedLayerNorm(config, H, 0.01), ColumnParallelLinear(H, 7, **options)
     torch.manual_seed(3)
     both = TELayerNormColumnParallelLinear(H, 7, **options)
     assert both.state_dict().keys() == {"weight", "bias", "layer_norm_weight", "layer_norm_bias"}
@@ -246,6 +254,32 @@ def test_a_linear_layer_with_a_norm_alone(group):
         torch.nn.init.ones_(norm.weight)
     both.reset_parameters()
     assert_bit_equal(both.layer_norm_weight, torch.zeros(H, dtype=torch.float64))
+
+
+@pytest.mark.ranks(2)
+def test_parts_that_begin_with_a_norm(group):
+    """An attention and an MLP without a layer around them: their first linear layer has the norm of the input."""
+    parallel_state.initialize_model_parallel(2)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        params_dtype=torch.float64,
+        sequence_parallel=True,
+        layernorm_epsilon=0.01,
+    )
+    for kind, parts, first in (
+        (MLP, MLPSubmodules, "linear_fc1"),
+        (SelfAttention, SelfAttentionSubmodules, "linear_qkv"),
+    ):
+        norm, plain = FusedLayerNorm(config, H, 0.01), kind(config, parts())
+        both = kind(config, parts(**{first: TELayerNormColumnParallelLinear}))
+        torch.nn.init.normal_(norm.weight)
+        moved = {f"{first}.layer_norm_{name}": tensor for name, tensor in norm.state_dict().items()}
+        both.load_state_dict(plain.state_dict() | moved)
+        x = torch.randn(4, 2, H, dtype=torch.float64)
+        assert_bit_equal(both(x, None)[0], plain(norm(x), None)[0])
 
 
 @pytest.mark.ranks(1)

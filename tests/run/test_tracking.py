@@ -123,15 +123,48 @@ def test_a_tracker_that_fails_is_mentioned_once(
     assert str(tmp_path / "trackers" / "trackio.log") in notes[0]
 
 
+@pytest.mark.parametrize("dies", [True, False])
 def test_a_tracker_that_lost_metrics_gets_them_when_the_run_resumes(
-    tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
-    monkeypatch.setenv("FAULT", "wandb:init:die")
+    monkeypatch.setenv("FAULT", "wandb:init:die" if dies else "")
     track(tmp_path, ["wandb"], range(3))
-    assert steps_of(recorded, "wandb") == []
+    assert steps_of(recorded, "wandb") == ([] if dies else [0, 1, 2])
     monkeypatch.delenv("FAULT")
     track(tmp_path, ["wandb"], range(3, 5))
     assert steps_of(recorded, "wandb") == [0, 1, 2, 3, 4]
+    if not dies:
+        # Another run in the same folder is another one for the tracker.
+        track(tmp_path, ["wandb"], range(1))
+        first, resumed, other = [options["id"] for _, options in calls(recorded, "wandb", "init")]
+        assert first == resumed != other
+        assert steps_of(recorded, "wandb") == [0, 1, 2, 3, 4, 0]
+
+
+def wait_for_step(recorded: Path, name: str, step: int) -> None:
+    while not recorded.exists() or step not in steps_of(recorded, name):
+        time.sleep(0.02)
+
+
+def test_what_is_written_last_is_tracked_and_how_a_run_ends(
+    tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More metrics than MLflow takes at once, after those that the tracker has read, and then an interruption."""
+    monkeypatch.setattr(tracking, "_INTERRUPTED_SECONDS", None)
+    many = {f"metric {number}": float(number) for number in range(1500)}
+
+    def interrupted() -> None:
+        with Tracking(["mlflow"], tmp_path / "trackers") as tracked, MetricsWriter(tmp_path, 0) as metrics:
+            tracked.start("mine", {}, metrics=tmp_path / "metrics.jsonl")
+            metrics.write(0, {"loss": 1.0})
+            wait_for_step(recorded, "mlflow", 0)
+            metrics.write(1, many)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert steps_of(recorded, "mlflow") == [0] + [1] * len(many)
+    assert calls(recorded, "mlflow", "finish") == [[["KILLED"], {}]]
 
 
 @pytest.mark.parametrize("place", ["import", "init", "log", "finish"])

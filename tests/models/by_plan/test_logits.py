@@ -31,7 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     # A soft cap on logits, and a factor.
     "Gemma2": {},
-    "Cohere": {},
+    # Its last rank has the row that is not learned.
+    "Cohere": {"pad_token_id": 30},
 }
 # One collective, with three fp32 numbers of each token.
 STATISTICS = [2 * 7 * 3 * 4]
@@ -104,6 +105,11 @@ def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
 
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 1.5, 37, dtype=logits.dtype)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
+
+
 def of_classes_first(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), labels)
 
@@ -136,6 +142,7 @@ def added_to_another(logits: Tensor, labels: Tensor) -> Tensor:
 READERS = (
     fewer,
     smoothed,
+    weighted,
     of_classes_first,
     scaled_by_a_tensor,
     written_through_a_view,
@@ -197,6 +204,8 @@ def test_our_own_forward_never_gathers_for_a_loss(group: ProcessGroup) -> None:
     assert type(logits) is Tensor
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     torch.testing.assert_close(losses, expected)
+    with torch.no_grad():
+        assert own_model(group, params_dtype=torch.bfloat16)(ids, labels=labels).dtype == torch.float32
 
 
 @pytest.mark.ranks(2)

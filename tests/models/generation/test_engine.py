@@ -216,10 +216,10 @@ def test_sequences_that_share_take_back_only_their_own_pages(group):
 @pytest.mark.ranks(1)
 def test_a_prompt_waits_for_pages_that_texts_need_next(group):
     """Otherwise it would give its two pages back at once, and would be read twice."""
-    requests = [Request([1, 2, 3, 4], 5, GREEDY), Request([5, 6, 7, 8, 9, 10, 11, 12], 1, GREEDY)]
+    requests = [Request([1, 2, 3, 4], 5, GREEDY), Request([5, 6, 7, 8, 9, 10, 11, 12], 2, GREEDY)]
     engine = BatchEngine(make_model(Shape(), group), capacity=12, page_size=4)
     _, rows, _, took_back = rows_and_pages(engine, requests)
-    assert (rows, took_back) == (4 + 4 + 8, False)
+    assert (rows, took_back) == (4 + 4 + 8 + 1, False)
 
 
 @pytest.mark.ranks(2)
@@ -260,10 +260,11 @@ def test_nothing_is_shared_if_frequencies_depend_on_the_length(group):
     assert_as_alone(found, expected, rel=1e-4)
     assert rows == 11 + 11 + 16
     # Chunks have the frequencies of the whole prompt, and no text loses keys that it could not compute again.
-    engine = BatchEngine(model, capacity=20, page_size=4, chunk_size=4)
-    found, rows, _, took_back = rows_and_pages(engine, requests)
-    assert_as_alone(found, expected, rel=1e-4)
-    assert (rows, took_back) == (11 + 11 + 16, False)
+    for capacity, page_size, chunk_size in ((20, 4, 4), (22, 2, 512)):
+        engine = BatchEngine(model, capacity=capacity, page_size=page_size, chunk_size=chunk_size)
+        found, rows, _, took_back = rows_and_pages(engine, requests)
+        assert_as_alone(found, expected, rel=1e-4)
+        assert (rows, took_back) == (11 + 11 + 16, False)
     topology.destroy()
 
 
@@ -372,7 +373,8 @@ def test_requests_that_cannot_be_answered(group):
     assert [len(each.token_ids) for each in generate_all(model, [Request([1], 8)] * 3, capacity=8)] == [8] * 3
     # The cache of few sequences has room for the longest.
     mixed = [Request([1], length) for length in (2, 16, 3)]
-    assert [len(each.token_ids) for each in generate_all(model, mixed, max_sequences=1)] == [2, 16, 3]
+    found = dict(engine_for(model, mixed, max_sequences=1, page_size=4).run(mixed))
+    assert [len(found[index].token_ids) for index in range(3)] == [2, 16, 3]
 
 
 @pytest.mark.ranks(2)
@@ -389,7 +391,8 @@ def test_errors_on_every_rank(group):
     with torch.no_grad():
         model.decoder.layers[0].mlp.linear_fc1.weight[0] = torch.nan
     engine = BatchEngine(model)
-    with pytest.raises(DivergenceError, match="have diverged"):
-        list(engine.run([Request([1, 2], 2)]))
-    assert engine.is_idle
+    for diverged in (Request([1, 2], 2), Request([1, 2], 0, prompt_log_probs=0)):
+        with pytest.raises(DivergenceError, match="have diverged"):
+            list(engine.run([diverged]))
+        assert engine.is_idle
     assert model.training

@@ -277,6 +277,34 @@ def test_bad_files_are_one_error(tmp_path: Path, name: str) -> None:
     assert str(path) in str(caught.value)
 
 
+CONFIGS: dict[str, tuple[str, list[bytes], list[str], dict[str, Any]]] = {
+    "usual": ("llama", [], [], {"attention_bias": False, "eos_token_id": None, "tie_word_embeddings": True}),
+    "biases": ("llama", [], ["blk.0.attn_output.bias", "output.weight"],
+               {"attention_bias": True, "tie_word_embeddings": False}),
+    "ends": ("llama", [entry("tokenizer.ggml.eos_token_id", 1), entry("tokenizer.ggml.eot_token_id", 2)], [],
+             {"eos_token_id": [1, 2]}),
+    "scaled": ("llama", [entry("llama.rope.scaling.type", "linear"), entry("llama.rope.scaling.factor", 4)], [],
+               {"rope_scaling": {"rope_type": "linear", "factor": 4}}),
+    "half of a head": ("phi3", [entry("phi3.rope.dimension_count", 1)], [], {"partial_rotary_factor": 0.5}),
+    "gemma": ("gemma2", [entry("gemma2.attention.key_length", 8)], [], {"query_pre_attn_scalar": 8}),
+    "the largest gemma": ("gemma2", [entry("gemma2.attention.key_length", 8), entry("gemma2.block_count", 46)], [],
+                          {"query_pre_attn_scalar": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fields_follow_from_entries_and_tensors(tmp_path: Path, name: str) -> None:
+    architecture, own, others, expected = CONFIGS[name]
+    sizes = [entry(f"{architecture}.{key}", size) for key, size in _SIZES.items()]
+    if any(b"block_count" in each for each in own):
+        sizes = [each for each in sizes if b"block_count" not in each]
+    tensors = [EMBEDDING, *(tensor(each, 4, offset=64 + 32 * at) for at, each in enumerate(others))]
+    content = crafted([entry("general.architecture", architecture), *sizes, *own], tensors, data=128)
+    (tmp_path / "small.gguf").write_bytes(content)
+    config = GgufFolder(tmp_path / "small.gguf").config
+    assert {field: config.get(field) for field in expected} == expected
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_bad_tokenizers_are_one_error(tmp_path: Path, name: str) -> None:
     own, message = TOKENIZERS[name]

@@ -26,7 +26,11 @@ from shardwise.cli.main import main
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.tensor_files import StoredTensor
 from shardwise.models import ModelConfig
+from shardwise.models.experts import Experts
+from shardwise.models.transformer.mlp import gelu_tanh
+from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.storage.huggingface import load_pretrained
+from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.megatron.arguments import MEGATRON
 from shardwise.storage.huggingface.megatron.chunks import RANK_FILE, Chunk, rank_chunks, read_chunks, shape_of
 from shardwise.storage.huggingface.megatron.exporting import save_megatron
@@ -509,6 +513,99 @@ def test_the_commands_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "exists" in capsys.readouterr().err
     assert main(["import-megatron", str(KEPT / "llama"), "--out", str(tmp_path / "other"), "--optimizer"]) == 2
     assert "its optimizer state is not of a distributed optimizer, or missing" in capsys.readouterr().err
+
+
+_ROPE = {"position_embedding_type": "rope"}
+_EXPERTS = {"num_experts": 4, "add_bias_linear": False}
+# Arguments, and what they mean for four layers by Megatron's own reading of them.
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "window": ({"window_size": [3, 0]}, {"window_size": (3, 0), "windowed_layers": None}),
+    "window in some layers": (
+        {"window_size": [3, 0], "window_attn_skip_freq": 2},
+        {"windowed_layers": (True, False, True, False)},
+    ),
+    "window in listed layers": (
+        {"window_size": [3, 0], "window_attn_skip_freq": [0, 0, 1, 1]},
+        {"windowed_layers": (False, False, True, True)},
+    ),
+    "no rotation": ({**_ROPE, "no_rope_freq": 2}, {"rotary_layers": (True, False, True, False)}),
+    "no rotation in listed layers": (
+        {**_ROPE, "no_rope_freq": [1, 0, 0, 0]},
+        {"rotary_layers": (False, True, True, True)},
+    ),
+    "biases of queries": (
+        {"add_bias_linear": False, "add_qkv_bias": True},
+        {"add_qkv_bias": True, "attention_bias": False},
+    ),
+    "all biases": ({}, {"add_qkv_bias": True, "attention_bias": True, "activation_func": gelu_tanh}),
+    "no fused activation": ({"bias_gelu_fusion": False}, {"activation_func": torch.nn.functional.gelu}),
+    "no bias to fuse": ({"add_bias_linear": False}, {"activation_func": torch.nn.functional.gelu}),
+    "llama 3": (
+        {**_ROPE, "use_rope_scaling": True},
+        {
+            "rope_scaling": RotaryScaling(
+                "llama3", 8.0, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0
+            )
+        },
+    ),
+    "interpolation": (
+        {**_ROPE, "rotary_seq_len_interpolation_factor": 2},
+        {"rope_scaling": RotaryScaling("linear", 2.0)},
+    ),
+    "groups without grouped queries": ({"num_query_groups": 2}, {"num_query_groups": 4}),
+    "experts": (
+        _EXPERTS,
+        {"experts": Experts(4, 2, 16, softmax_after_choice=True, normalizes_weights=False)},
+    ),
+    "experts in some layers": (
+        {**_EXPERTS, "moe_layer_freq": 2, "moe_router_pre_softmax": True, "moe_router_topk": 1},
+        {
+            "experts": Experts(
+                num=4,
+                per_token=1,
+                ffn_hidden_size=16,
+                layers=(True, False, True, False),
+                softmax_after_choice=False,
+                normalizes_weights=False,
+            )
+        },
+    ),
+    "experts by sigmoid in groups": (
+        {
+            **_EXPERTS,
+            "moe_layer_freq": [0, 1, 1, 1],
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+        {
+            "experts": Experts(
+                num=4,
+                per_token=2,
+                ffn_hidden_size=16,
+                layers=(False, True, True, True),
+                scores="sigmoid",
+                softmax_after_choice=False,
+                normalizes_weights=True,
+                num_groups=2,
+                groups_per_token=1,
+                weight_scale=2.5,
+            )
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_mean_what_they_do_in_megatron(name: str) -> None:
+    given, expected = ARGUMENTS[name]
+    sizes = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 4, "kv_channels": 2, "ffn_hidden_size": 16}
+    sizes |= {"padded_vocab_size": 8, "max_position_embeddings": 8}
+    description = MEGATRON.read(Fields(sizes | given))
+    assert {field: getattr(description, field) for field in expected} == expected
+    # What is written means the same.
+    assert MEGATRON.read(Fields(written_as(MEGATRON, description, None, None))) == description
 
 
 def test_a_model_without_arguments_of_megatron_is_refused() -> None:

@@ -340,7 +340,8 @@ class BatchEngine:
         """
         num_chosen = sum(work.chooses for work in works)
         left, done = iter(checked_choice(answer.ids[:num_chosen]).tolist()), []
-        ids, values, start = answer.ids[num_chosen:].tolist(), answer.values.tolist(), 0
+        measured_ids = checked_choice(answer.ids[num_chosen:].masked_fill(answer.values.isnan(), -1))
+        ids, values, start = measured_ids.tolist(), answer.values.tolist(), 0
         for measured in _measured(works).values():
             width = 1 + _most_top(measured)
             for each in measured:

@@ -204,7 +204,7 @@ def checked_choice(ids: Tensor) -> Tensor:
     """
     if bool((ids < 0).any()):
         raise DivergenceError(
-            "the model's logits are infinite or not numbers, so that no token can be chosen: its weights have "
+            "the model's logits are infinite or not numbers, so no token can be chosen or measured: its weights have "
             "diverged; use an earlier checkpoint or train with a lower learning rate"
         )
     return ids
