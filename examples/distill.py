@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise import Groups
 from shardwise.core.errors import ConfigError
-from shardwise.core.topology import Groups
 from shardwise.data import IGNORE_INDEX, Batch
 from shardwise.data.tokenizer import PaddedTokenizer
 from shardwise.models import GPT

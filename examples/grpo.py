@@ -25,9 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import Topology
+from shardwise import Groups, Topology
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import PaddedTokenizer
 from shardwise.models import GPT, ModelConfig
 from shardwise.models.generation import BatchEngine, Generated, Request, Sampling

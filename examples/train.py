@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardwise import Topology
+from shardwise import Groups, Topology
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.topology import Groups
 from shardwise.data import DataLoader, TokenRows, TokenStream
 from shardwise.models import GPT, ModelConfig
 from shardwise.storage import checkpoint

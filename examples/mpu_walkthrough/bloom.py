@@ -20,8 +20,7 @@ import torch.distributed as dist
 from by_rank import by_rank, four_ranks, print_once, row
 from torch import Tensor
 
-from shardwise import parallel_state
-from shardwise.core.topology import Groups
+from shardwise import Groups, parallel_state
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.schedules import get_forward_backward_func

@@ -156,7 +156,7 @@ def test_a_long_prompt_is_read_from_its_end(run, capsys):
     written = capsys.readouterr()
     assert written.out.startswith(prompt)
     count = len(run.tokenizer.encode(prompt))
-    assert f"the prompt has {count} tokens, of which the model reads the last 32" in written.err
+    assert f"the prompt has {count} tokens, and the model reads only the last 32" in written.err
 
 
 @pytest.mark.parametrize(

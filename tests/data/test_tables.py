@@ -99,7 +99,7 @@ def test_a_saved_dataset_is_read_as_it_says(tmp_path):
     assert messages_in(tmp_path) == [chat["messages"] for chat in CHATS]
     for wrong in ([{"filename": "../y.arrow"}], [{}], [], "y.arrow"):
         (tmp_path / "state.json").write_text(json.dumps({"_data_files": wrong}))
-        with pytest.raises(DataError, match="which names no files beside it"):
+        with pytest.raises(DataError, match="which names no files there"):
             read_records(tmp_path)
 
 

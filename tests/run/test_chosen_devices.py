@@ -40,8 +40,8 @@ def gpus(monkeypatch):
     [
         (0, None, 1, "this PyTorch was built without CUDA"),
         (0, "13.0", 1, HIDDEN),
-        (1, "13.0", 2, "this machine has 1 GPU for 2 ranks, and each needs one of its own"),
-        (7, "13.0", 8, "this machine has 7 GPUs for 8 ranks, and each needs one of its own"),
+        (1, "13.0", 2, "this machine has 1 GPU for 2 ranks, and each rank needs one"),
+        (7, "13.0", 8, "this machine has 7 GPUs for 8 ranks, and each rank needs one"),
         (2, "13.0", 2, None),
     ],
 )

@@ -13,7 +13,7 @@ from shardwise.training.bounds import kind_of
 
 @dataclass(frozen=True)
 class CompletionArguments(Arguments):
-    """Print the script with which a shell completes commands and flags when the Tab key is pressed.
+    """Print the script that lets a shell complete commands and flags when the Tab key is pressed.
 
     For bash (in a new shell; needs the package bash-completion):
     shardwise completion bash > ~/.local/share/bash-completion/completions/shardwise

@@ -2,7 +2,7 @@
 
 The ranks are new processes. cloudpickle sends them the function: one that a notebook or a script defines goes by value,
 as no process can import it, and one of a module by its name. Forks of a notebook's process would lack its threads, some
-of which hold locks, and could use no GPU that it has used.
+with locks, and could use no GPU that it has used.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _error_of(ending: Ending, folder: Path) -> Exception:
     """Return the error of the rank that failed first, or a LaunchError if this process cannot make that error."""
     trace = next((report.trace for report in ending.reports if report.rank == ending.rank), "")
     if trace:
-        # What is not there or cannot be made here may raise anything.
+        # A module that is missing here, or a class that cannot be made, may raise anything.
         with contextlib.suppress(Exception):
             error = _unpacked(folder / f"error{ending.rank}")
             if isinstance(error, Exception):

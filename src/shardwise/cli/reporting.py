@@ -50,7 +50,7 @@ LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
 """Environment variable: process id of the launcher; a rank ends when this process ends."""
 
 DEBUG_HINT = "; run again with --debug for the stack trace"
-"""End of the line about an error that nobody expected."""
+"""End of the line about an unexpected error."""
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2

@@ -229,7 +229,7 @@ def files_of_dataset(folder: Path) -> list[Path] | None:
     files = [each.get("filename") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
     for name in files or [None]:
         if not isinstance(name, str) or name in (".", "..", "") or os.path.basename(name) != name:
-            raise DataError(f"{str(folder / _STATE)!r}: _data_files is {shown(listed)}, which names no files beside it")
+            raise DataError(f"{str(folder / _STATE)!r}: _data_files is {shown(listed)}, which names no files there")
     return [folder / str(name) for name in files]
 
 

@@ -42,7 +42,7 @@ class FewRows:
     """Pads products of few rows, which libraries multiply in another way than many.
 
     Attributes:
-        least: number of rows from which on the bits of a row do not depend on their number. This number is enough on
+        least: smallest number of rows at which the bits of a row no longer depend on it. This number is enough on
             all processors that were tried; ``run.exact.row_trials`` finds a smaller one.
     """
 

@@ -1,4 +1,4 @@
-"""The first layer of a language model, from ids to hidden states, and the tokens of which it learns."""
+"""The first layer of a language model, from ids to hidden states, and the tokens that it learns from."""
 
 import torch
 from torch import Tensor, nn

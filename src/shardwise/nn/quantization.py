@@ -293,7 +293,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _held_blocks(kind: Quantization, layout: ParamLayout, rank: int) -> list[int] | None:
-    """Return the blocks of the whole weight of which a rank has columns; None if a block is a row."""
+    """Return the blocks of the whole weight that a rank has columns of; None if a block is a row."""
     size = QUANTIZATIONS[kind].block
     if size is None:
         return None

@@ -31,7 +31,7 @@ def plan_table(pickled: bytes) -> str:
 
 
 def advice(settings: RunSettings, model: ModelConfig, device_type: str, world_size: int, available: int) -> str:
-    """Return the plan of a run, and the smallest change with which it fits into memory.
+    """Return the plan of a run, and the smallest change that makes it fit into memory.
 
     Args:
         settings: settings of the run.

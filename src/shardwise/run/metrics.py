@@ -102,7 +102,7 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What cannot be written raised an error in ``write``.
+        # Lines that cannot be written raised an error in ``write``.
         with suppress(OSError):
             self._file.close()
 
@@ -127,7 +127,7 @@ class Progress:
         """Advance the display by one step.
 
         Args:
-            reported: metrics of the objective, all of which are shown.
+            reported: metrics of the objective, which are all shown.
             others: other metrics; tokens per second are shown (also those computed and learned, if they are other
                 numbers), and utilisation and memory if present.
         """

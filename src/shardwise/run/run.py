@@ -46,7 +46,7 @@ def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Ou
     ):
         agree(lambda: find_newest(settings), group=ranks.control)
         session = open_session(settings, ranks, make_task)
-        # What it finds out about the first layer may be an error.
+        # A fault that it finds in the first layer is an error.
         agree(lambda: print(_first_lines(session), flush=True) if ranks.is_first else None, group=ranks.control)
         with session.shortage.explained():
             session.task.method.before(session)

@@ -41,7 +41,7 @@ class Tracker(Protocol):
     """A run of a tracking library.
 
     Attributes:
-        run_id: identity of the run in the library, by which it is continued.
+        run_id: identity of the run in the library, for a run that continues it.
         place: where the user finds the run.
     """
 

@@ -73,7 +73,7 @@ class Tracking:
         pipe = subprocess.PIPE
         for tracker in self._names:
             try:
-                # In a session of its own, the process gets no Ctrl-C of the terminal.
+                # In a new session the process gets no Ctrl-C of the terminal.
                 process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
                 assert process.stdin is not None
                 assert process.stdout is not None

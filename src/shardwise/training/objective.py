@@ -31,7 +31,7 @@ class Objective:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the objective has a model of its own whose rotary angles depend on the length of a text."""
+        """Whether the objective has another model, whose rotary angles depend on the length of a text."""
         return False
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:

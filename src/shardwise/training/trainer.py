@@ -349,7 +349,7 @@ class Trainer:
         return DeferredChecks() if self.defers_checks else contextlib.nullcontext()
 
     def _split(self, kind: Literal["gradient", "data"]) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
-        """Return the tensors of which data-parallel ranks have parts: zeros in the parts of other ranks."""
+        """Return the tensors that data-parallel ranks have parts of, with zeros in the parts of other ranks."""
         found = {}
         for param, share in (self._reduction.shares or {}).items():
             own: Tensor = getattr(share, kind)

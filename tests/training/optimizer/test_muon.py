@@ -297,7 +297,7 @@ def test_settings():
     for name, value in (("momentum", 0.9), ("matrix_learning_rate_ratio", 2.0)):
         with pytest.raises(ConfigError, match=f"{name.replace('_', '-')} {value} is for --optimizer.name muon"):
             OptimizerSettings(**{name: value})
-    with pytest.raises(ConfigError, match="adapters leave them as they are; use adamw"):
+    with pytest.raises(ConfigError, match="which adapters do not change; use adamw"):
         FinetuneSettings(
             base="m", data=("d",), lora=LoraSettings(lora_rank=2), optimizer=FinetuneOptimizerSettings(name="muon")
         )

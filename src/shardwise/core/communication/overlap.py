@@ -4,7 +4,7 @@ Each row of a product depends on one input row. Gathered rows are therefore mult
 own part, then the part of the rank before it, and so on round the ring. Rows to reduce are multiplied in the order in
 which they are sent: the part of the next rank first and this rank's own part last. Every transport sums in rank order,
 and sums bf16 and fp16 in fp32 with one rounding. The results therefore equal those of the whole product. The exception
-is NCCL, whose reduce-scatter sums in the order of its own ring.
+is NCCL, whose reduce-scatter sums in the order of its ring.
 
 If CUDA devices can access each other's memory, PyTorch's fused operators (``torch.ops.symm_mem``) do the same with
 copies that occupy no multiprocessor of the GPU. ``choose_overlap`` selects the implementation.

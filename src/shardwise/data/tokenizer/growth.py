@@ -90,7 +90,7 @@ def _growth(steps: list[Mapping[str, Any]]) -> int:
 def _after(size: int, signs: Counter[str], step: Mapping[str, Any], first: set[str]) -> tuple[int, Counter[str]]:
     """Return upper bounds, after a step, of the number of all characters, and of each of ``first``."""
     if step.get("type") == "Precompiled":
-        # A table of texts, each of which ends with a NUL, follows a trie of the characters that they replace.
+        # A table of texts, each with a NUL at its end, follows a trie of the characters that they replace.
         table = base64.b64decode(step.get("precompiled_charsmap") or "")
         longest = max(map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
         size *= max(1, longest)

@@ -78,9 +78,7 @@ def _use_one_thread() -> None:
 
 def _check_special_tokens(special_tokens: Sequence[str], vocab_size: int) -> None:
     if isinstance(special_tokens, str) or not special_tokens or not all(special_tokens):
-        raise ConfigError(
-            f"special_tokens must be non-empty strings, the first of which ends a text: {special_tokens!r}"
-        )
+        raise ConfigError(f"special_tokens must be non-empty strings (the first one ends a text): {special_tokens!r}")
     if len(set(special_tokens)) < len(special_tokens):
         raise ConfigError(f"special_tokens must differ from each other: {list(special_tokens)}")
     minimum = 256 + len(special_tokens)

@@ -1,8 +1,8 @@
 """Rows of a vocabulary's weight that are trained while all others stay: ``trainable_token_indices`` of ``peft``.
 
-A layer multiplies by its weight with the trained rows in place of its own, so its results are those of a layer with
-these rows, at every number of ranks. A rank holds the rows of its ids. An embedding and an output layer that are tied
-have the same rows.
+A layer multiplies by its weight with the trained rows instead of the frozen ones, so its results are those of a layer
+with these rows, at every number of ranks. A rank holds the rows of its ids. An embedding and an output layer that are
+tied have the same rows.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TrainedRowsLayer(LoraLayer):
 
 
 class TrainedRowsEmbedding(TrainedRowsLayer, VocabEmbedding):
-    """A VocabEmbedding of which some rows are trained."""
+    """A VocabEmbedding with some rows that are trained."""
 
     weight: Tensor
 
@@ -138,7 +138,7 @@ class TrainedRowsEmbedding(TrainedRowsLayer, VocabEmbedding):
 
 
 class TrainedRowsColumn(TrainedRowsLayer, ColumnLinear):
-    """An output layer of which some rows are trained."""
+    """An output layer with some rows that are trained."""
 
     lora_plan: LinearPlan
 

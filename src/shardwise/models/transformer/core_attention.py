@@ -36,7 +36,7 @@ class KeyValueCache(Protocol):
 
 
 class RowCache(ABC):
-    """A cache for a row ``[1, s]`` that holds new tokens of several sequences, each after the earlier ones of its own.
+    """A cache for a row ``[1, s]`` that holds new tokens of several sequences, which follow the earlier ones.
 
     All parts of a model but attention work row by row. Attention gives this object its new queries, keys and values.
 

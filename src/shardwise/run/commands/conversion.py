@@ -111,7 +111,7 @@ def export_hf(
             # The run's tokenizer has a token that ends a text; the same token begins a text.
             fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
         elif opened.adapter is not None:
-            # Adapters may have been trained to end a text with another token, which they keep in a file of their own.
+            # Adapters may have been trained to end a text with another token, which they keep in a separate file.
             ends = agree(lambda: opened.generation_defaults().eos_ids(), group=ranks.control)
             if ends and ends != agree(lambda: eos_ids_of(opened.folder), group=ranks.control):
                 fields = {"eos_token_id": ends[0]}

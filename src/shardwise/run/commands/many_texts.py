@@ -267,8 +267,8 @@ def score(
 
     Args:
         checkpoint: see ``generate``, also for the arguments that are not described here.
-        texts: the texts. A record has ``text``, a string; or ``prompt`` and ``completion``, strings of which the second
-            is measured; or ``tokens``, a list of ids, and perhaps ``prompt_tokens`` before them, as ``generate --json``
+        texts: the texts. A record has ``text``, a string; or ``prompt`` and ``completion``, strings, to measure the
+            second; or ``tokens``, a list of ids, and perhaps ``prompt_tokens`` before them, as ``generate --json``
             prints them. Other keys are not read.
         temperature: divisor of the logits.
         top_log_probs: number of most likely tokens whose log-probabilities are given next to each token's.

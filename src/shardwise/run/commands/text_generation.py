@@ -101,7 +101,7 @@ class OpenPrompt:
                 "so the model reads it twice"
             )
         if len(ids) > longest:
-            yield f"the prompt has {len(ids)} tokens, of which the model reads the last {longest}"
+            yield f"the prompt has {len(ids)} tokens, and the model reads only the last {longest}"
 
 
 def open_prompt(
@@ -415,8 +415,8 @@ def _answer(
         note(line)
     if len(prompt_ids) > window:
         note(
-            f"the conversation has more than {window} tokens, the last of which the model reads; {RESET} begins a new "
-            "one"
+            f"the conversation has more than {window} tokens, and the model reads only the last ones; {RESET} begins a "
+            "new one"
         )
     eos_ids = tuple(dict.fromkeys((*choice.eos_ids, *task.turn_ends)))
     # The prompt of a turn starts with the previous turns, whose keys and values are in the cache.

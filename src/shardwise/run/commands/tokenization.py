@@ -37,7 +37,7 @@ _GROUP_CHARS = 1 << 20
 _PART_TOKENS = 1 << 26
 # Megatron's limit of uint16, below which all ids of a vocabulary are.
 _UINT16_IDS = 65_500
-# File that says of which call the parts are.
+# File that identifies the call that wrote the parts.
 _JOB = "job.json"
 
 _tokenizer: Tokenizer | None = None

@@ -1,9 +1,9 @@
 """Exact generation and scoring: what is refused, and trials before the first token.
 
 Log-probabilities must have the bits of a training forward of the whole text, which has other numbers of rows. So the
-trials of training run first. Then the smallest number of rows is searched from which on no layer's products depend on
-it; fewer rows are filled up. Last, the model reads a text in pieces, and its log-probabilities are compared with those
-of the whole text.
+trials of training run first. Then a search finds the smallest number of rows at which no layer's products depend on
+it any more; fewer rows are filled up. Last, the model reads a text in pieces, and its log-probabilities are compared
+with those of the whole text.
 """
 
 from collections.abc import Iterator
@@ -89,7 +89,7 @@ def _few_of(model: GPT) -> FewRows:
 
 
 def _least_rows_(model: GPT, run: TrialRun) -> int:
-    """Return the smallest number of rows from which on the bits of a row do not depend on it."""
+    """Return the smallest number of rows at which the bits of a row no longer depend on it."""
     few = _few_of(model)
     with torch.no_grad():
         for least in _LEAST:

@@ -122,7 +122,7 @@ def open_ranks(
     """
     if dist.is_initialized():
         raise ConfigError(
-            "this process has joined a process group already, and a function of shardwise.run joins one of its own; "
+            "this process has joined a process group already, and a function of shardwise.run joins its own; "
             "call it before torch.distributed.init_process_group or after destroy_process_group"
         )
     world_size, rank = launcher_number("WORLD_SIZE", least=1) or 1, launcher_number("RANK") or 0
@@ -202,7 +202,7 @@ def why_no_gpu(num_local: int) -> str | None:
     if num_gpus == 0:
         return "PyTorch finds no GPU here: there is none, no driver, or CUDA_VISIBLE_DEVICES hides them"
     if num_gpus < num_local:
-        return f"this machine has {_gpus(num_gpus)} for {num_local} ranks, and each needs one of its own"
+        return f"this machine has {_gpus(num_gpus)} for {num_local} ranks, and each rank needs one"
     return None
 
 
@@ -309,7 +309,7 @@ def _store_at(address: str, port: int, rank: int, world_size: int, timeout: date
 
 
 def _beats(store: Any, opening: int) -> Any:
-    """Return where the watchdogs of this call keep their heartbeats, with a connection of their own."""
+    """Return where the watchdogs of this call keep their heartbeats, with a separate connection."""
     if path := os.environ.get(STORE_VARIABLE):
         return BeatFiles(Path(path).with_name(f"beats{opening}"))
     beats = dist.PrefixStore("shardwise/watch", store.clone())  # type: ignore[attr-defined]  # not in its stubs

@@ -59,7 +59,7 @@ class BeatFiles:
 class Watch:
     """Watches this rank's waits from ``start`` to ``stop``.
 
-    A wait in a ``limited`` phase ends at the limit, whatever its cause. Any other wait may last as long as the ranks it
+    A wait in a ``limited`` phase ends at the limit, for any cause. Any other wait may last as long as the ranks it
     waits for are alive and working: reading data for an hour is not a hang. A long wait is logged once, to the logger
     ``shardwise``, after a tenth of the limit or 30 seconds, whichever is less. When a wait must end, a DesyncError is
     passed to ``threading.excepthook`` and the process exits with code 1, because nothing else ends a thread that is
@@ -282,7 +282,7 @@ def _collectives() -> dict[str, int]:
 class Heartbeat:
     """A heartbeat of a rank.
 
-    The rank waits for ``waits`` seconds (0 if it does not) in ``call`` on ``group``, for ranks of which those in
+    The rank waits for ``waits`` seconds (0 if it does not) in ``call`` on ``group``, for ranks; those in
     ``missing`` have not arrived (None if unknown). ``collectives`` counts the collectives that it has started in each
     process group, by the group's name.
     """

@@ -58,7 +58,7 @@ class LoraSettings(Checked, prefix="--"):
         lora_from: start from the adapters in this folder, which determine rank, strength and targets.
         lora_rslora: divide the strength by the square root of the rank, not by the rank, so that high ranks also learn.
         train_new_tokens: train the rows of the embedding and the output layer of tokens that were added, next to the
-            adapters; all other rows stay as they are (peft's trainable_token_indices).
+            adapters; all other rows are frozen (peft's trainable_token_indices).
         base_quantization: store the frozen weights of linear layers in 8 bits (int8) or 4 bits (nf4); modules that are
             trained whole keep their dtype.
         lora_merge: write the whole model with the adapters merged into its weights, instead of the adapters.
@@ -94,7 +94,7 @@ class LoraSettings(Checked, prefix="--"):
             if self.lora_merge:
                 raise ConfigError(
                     f"{flag} cannot be used with --lora-merge: adapters have no room in a quantised base; write the "
-                    "adapters, and merge them into the base as it is: shardwise export-hf OUT --out MERGED --merge"
+                    "adapters, and merge them into the original base: shardwise export-hf OUT --out MERGED --merge"
                 )
         if self.lora_from is not None:
             flags = ", ".join(changed)
@@ -285,8 +285,8 @@ class FinetuneSettings(RunSettings):
             raise ConfigError("adapters cannot be used with --virtual-stages over 1; use another schedule")
         if self.lora.is_on and self.optimizer.name == "muon":
             raise ConfigError(
-                "--optimizer.name muon is for the weight matrices of transformer layers, and adapters leave them "
-                "as they are; use adamw"
+                "--optimizer.name muon is for the weight matrices of transformer layers, which adapters do not "
+                "change; use adamw"
             )
         if self.corpus.tokenizer is not None:
             raise ConfigError("--corpus.tokenizer is for shardwise train, and a model has its own; leave it out")

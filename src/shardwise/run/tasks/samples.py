@@ -163,7 +163,7 @@ class Examples(Method):
         settings, too_long = self.settings, self.settings.samples.too_long
         if too_long != SampleSettings.too_long:
             raise ConfigError(
-                f"--too-long {too_long} is for samples of their own, and plain texts are one stream, cut where a "
+                f"--too-long {too_long} is for separate samples, and plain texts are one stream, cut where a "
                 "sample is full; add --packing, which keeps texts apart, or leave it out"
             )
         return encode_texts(
@@ -298,7 +298,7 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
             )
     if num_unshown == len(chats):
         raise DataError(
-            f"{UNSHOWN}: its text is the same whatever they say; use the template that the model was published with (a "
+            f"{UNSHOWN}: its text does not depend on them; use the template that the model was published with (a "
             "template that reads lists of parts only is not supported)"
         )
     return [] if ends else ["no special token ends the assistant's turns, so the model does not learn to stop"]
@@ -371,7 +371,7 @@ def _read_cached(path: Path, key: str, name: str, eos_id: int) -> tuple[TokenSam
             str(reason): (int(count), int(first)) for reason, (count, first) in json.loads(header["left_out"]).items()
         }
         return TokenSamples(name, **arrays, eos_id=eos_id), left_out
-    except Exception:  # the library raises its own kinds; whatever is wrong, encoding anew is the answer
+    except Exception:  # the library raises its own kinds, and the samples are then encoded again
         return None
 
 

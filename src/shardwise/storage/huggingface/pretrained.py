@@ -38,8 +38,8 @@ from shardwise.storage.huggingface.tensor_folder import (
 CONFIG_NAME = "config.json"
 
 Implementation = Literal["auto", "shardwise", "transformers"]
-"""Whose layers compute a folder's model: ``"shardwise"`` has a table of its ``model_type``; ``"transformers"`` has the
-model, which its own plan splits; ``"auto"`` takes a table if there is one."""
+"""Library that computes a folder's model: ``"shardwise"``, by a table of its ``model_type``; ``"transformers"``, split
+by the model's own plan; ``"auto"`` takes a table if there is one."""
 
 _DTYPES = {
     str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.float16, torch.bfloat16)

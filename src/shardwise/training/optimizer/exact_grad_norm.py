@@ -1,6 +1,6 @@
 """The global norm of a model's gradient with the same bits at every layout.
 
-Each parameter is cut into parts, each of which lies on one rank at every layout, and each part into rows of a fixed
+Each parameter is cut into parts that each lie on one rank at every layout, and each part into rows of a fixed
 number of elements. The squares of a row are summed in fp64, in a fixed order. The sums of all rows of all ranks are
 added and rounded once. If gradients are divided between data-parallel ranks, rows that lie on several ranks are
 assembled first.

@@ -172,7 +172,7 @@ class Architecture:
         return self.classes[0]
 
     def untied(self, model: ModelConfig) -> ModelConfig:
-        """Return the description of the same model with an output layer of its own."""
+        """Return the description of the same model with a separate output layer."""
         return replace(model, share_embeddings_and_output_weights=False)
 
     def with_vocabulary(self, model: ModelConfig, size: int) -> ModelConfig:
