@@ -15,6 +15,7 @@ from harness.plugin import (
     pytest_unconfigure,
 )
 from harness.pretended_gpu import pretended_gpu
+from harness.short_samples import shorten_samples
 from hypothesis import HealthCheck, settings
 
 from shardwise.core import slow_work
@@ -54,6 +55,11 @@ def _no_lines_about_slow_work():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slow_work, "_FIRST_SECONDS", 1e6)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_samples():
+    shorten_samples()
 
 
 # How long an example takes says how busy the machine is.

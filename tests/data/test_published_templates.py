@@ -14,7 +14,6 @@ from data.chat_kinds import CHATS, TOKENS, assistant, chat, encoder_of, learned_
 from shardwise.core.errors import DataError
 from shardwise.data import Example, UnusableExampleError, encoding
 from shardwise.data.examples import Flag
-from shardwise.data.tokenizer import ChatTemplate
 from shardwise.data.tokenizer.chat_template import TemplateError
 from shardwise.data.turns import UNFOUND, UNSHOWN, UNSHOWN_ANSWER, UNSHOWN_CALL
 
@@ -167,7 +166,7 @@ def left_out(encoder, kind):
     return ""
 
 
-def of_transformers(source, kind):
+def of_transformers(template, kind):
     """Return the text and the marked parts that transformers makes of a chat; None if it fails."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -177,8 +176,8 @@ def of_transformers(source, kind):
         (text,), marked = render_jinja_template(
             [given["messages"]],
             tools=given.get("tools"),
-            chat_template=source,
-            return_assistant_tokens_mask=ChatTemplate(source).has_marks,
+            chat_template=template.source,
+            return_assistant_tokens_mask=template.has_marks,
             **variables,
         )
     except Exception:  # whatever a template raises
@@ -190,9 +189,10 @@ def of_transformers(source, kind):
 def test_texts_and_marks_are_those_of_transformers():
     compared = Counter()
     for name, source in published().items():
-        template, encoder = ChatTemplate(source, TOKENS), encoder_of(source)
+        encoder = encoder_of(source)
+        template = encoder.template
         for kind in CHATS:
-            expected, example = of_transformers(source, kind), chat(kind)
+            expected, example = of_transformers(template, kind), chat(kind)
             try:
                 rendered = template.render(example.completion, tools=example.tools, **example.variables)
             except TemplateError:
@@ -226,11 +226,12 @@ def test_what_is_found_without_marks_is_what_is_marked():
         )
         if without == source:
             continue
+        # Compiled once, as that takes longer than a chat.
+        encoder, encoder_of_marks = encoder_of(without), encoder_of(source)
         for kind in CHATS:
-            encoder = encoder_of(without)
             if left_out(encoder, kind):
                 continue
-            found, marked = encoder.encode(chat(kind)), encoder_of(source).encode(chat(kind))
+            found, marked = encoder.encode(chat(kind)), encoder_of_marks.encode(chat(kind))
             assert found.ids.tolist() == marked.ids.tolist()
             if not (name == "diffusion_gemma_training" and kind.startswith("call")):
                 # Of its generation prompt after a call, this template leaves out the header.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import pool
+from harness.short_samples import shorten_samples
 from harness.watchdog import wait_until
 
 
@@ -47,6 +49,9 @@ def run_forked(
 
 
 def _call(function: Callable[..., object], arguments: tuple[Any, ...], path: Path) -> None:
+    # As in a pool's rank, no collection visits what the fork server imported.
+    gc.freeze()
+    shorten_samples()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)

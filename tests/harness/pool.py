@@ -50,6 +50,13 @@ _PRELOADED = [
     "hypothesis",
 ]
 
+# What models and their generation import lazily: a second and a half in each rank that is forked for one run.
+_PRELOADED_WITH_TRANSFORMERS = [
+    "transformers.modeling_utils",
+    "transformers.generation",
+    "transformers.models.auto.modeling_auto",
+]
+
 
 class RankError(Exception):
     """Raised when a test or the start of a pool failed on some rank. The message is the whole report."""
@@ -58,7 +65,8 @@ class RankError(Exception):
 def _start_fork_server() -> None:
     # Modules of the package that the collected tests have imported here without an error.
     tested = sorted(name for name in sys.modules if name.partition(".")[0] == "shardwise")
-    multiprocessing.set_forkserver_preload([*_PRELOADED, *tested])
+    more = _PRELOADED_WITH_TRANSFORMERS if "transformers" in sys.modules else []
+    multiprocessing.set_forkserver_preload([*_PRELOADED, *more, *tested])
     # torch and numpy read it at their import. The fork server must have no threads when it forks.
     with _environment("OMP_NUM_THREADS", "1"), _environment("OMP_WAIT_POLICY", "passive"):
         forkserver.ensure_running()

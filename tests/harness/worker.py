@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.hypothesis_ranks import FailedExample, draw_alike
 from harness.messages import Command, Leave, Outcome, Reply, RunTest
+from harness.short_samples import shorten_samples
 from harness.stacks import STACK_SIGNAL
 
 SEED = 20_240_817
@@ -54,6 +55,7 @@ def main(rank: int, size: int, folder: Path, connection: Connection) -> None:
     # The imports of the fork server stay alive. Without the freeze, each full collection would visit all of them, which
     # takes a tenth of a second and copies the memory that the ranks share.
     gc.freeze()
+    shorten_samples()
     # Ctrl-C reaches every process of the terminal, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log_file(folder, rank))

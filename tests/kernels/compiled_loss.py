@@ -64,14 +64,15 @@ def order_of_accesses():
     Once as it is, and once without barriers, from fewer columns than a program has threads to several blocks of them.
     """
     found = {}
-    for logits in ("bf16", "fp32", "fp64"):
-        for num_columns in (10, 100, 1000, 64128):
-            for vector in (1, 16 // BYTES[logits]):
-                ptx = compile_kernel("statistics_kernel", 90, logits, PLAIN, num_columns, vector=vector)["ptx"]
-                found[f"{logits}, {num_columns} columns in vectors of {vector}"] = [
-                    unordered_accesses(ptx),
-                    unordered_accesses(ptx.replace("bar.sync", "// bar.sync")),
-                ]
+    for row, logits in enumerate(("bf16", "fp32", "fp64")):
+        for column, num_columns in enumerate((10, 100, 1000, 64128)):
+            # Every two of the three values meet.
+            vector = 1 if (row + column) % 2 else 16 // BYTES[logits]
+            ptx = compile_kernel("statistics_kernel", 90, logits, PLAIN, num_columns, vector=vector)["ptx"]
+            found[f"{logits}, {num_columns} columns in vectors of {vector}"] = [
+                unordered_accesses(ptx),
+                unordered_accesses(ptx.replace("bar.sync", "// bar.sync")),
+            ]
     return found
 
 

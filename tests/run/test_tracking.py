@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.program import Program, run
+from harness.program import Program
+from run.run_processes import run_command
 
 from shardwise.run import tracking
 from shardwise.run.commands.harness_tasks import _numbers
@@ -79,6 +82,11 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fakes"))
     monkeypatch.setenv("RECORDED", str(tmp_path / "recorded"))
     return tmp_path / "recorded"
+
+
+def find_fakes() -> None:
+    """Let a rank that was forked find the fakes, as PYTHONPATH lets a new process."""
+    sys.path.insert(0, os.environ["PYTHONPATH"])
 
 
 def calls(recorded: Path, name: str, *places: str) -> list[Any]:
@@ -206,16 +214,18 @@ def test_a_run_with_trackers_is_the_run_without(tmp_path: Path, recorded: Path) 
     """One of two ranks tracks; a tracker hangs, and SIGTERM ends the run as ever; the resumed run is the run."""
     (tmp_path / "text.txt").write_text("".join(f"line {number} of a short text\n" for number in range(400)))
     sizes = "--model.num-layers 1 --model.hidden-size 16 --model.vocab-size 300 --model.sequence-length 16 --tp 2"
-    command = ["-m", "shardwise", "train", "--data", "text.txt", "--device", "cpu", *sizes.split()]
-    options: dict[str, Any] = {"folder": tmp_path, "SHARDWISE_CACHE": tmp_path / "cache"}
-    tracked = [*command, "--out", "tracked", "--training.steps", "30", "--track", "wandb"]
-    with Program(*tracked, "trackio", **options, FAULT="trackio:log:hang") as program:
+    command = ["train", "--data", str(tmp_path / "text.txt"), "--device", "cpu", *sizes.split()]
+    command += ["--training.steps", "30"]
+    tracked = [*command, "--out", str(tmp_path / "tracked"), "--track", "wandb"]
+    variables = {"SHARDWISE_CACHE": tmp_path / "cache", "FAULT": "trackio:log:hang"}
+    with Program("-m", "shardwise", *tracked, "trackio", **variables) as program:
         program.wait_for_line("note   wandb: ")
         program.interrupt(signal.SIGTERM)
         done = program.finish(exit_code=143)
     assert "interrupted; the run stopped at step" in done.stderr
-    run(*tracked, "--resume", "auto", **options)
-    run(*command, "--out", "plain", "--training.steps", "30", **options)
+    fakes = {name: os.environ[name] for name in ("PYTHONPATH", "RECORDED")}
+    run_command(tmp_path, 2, *tracked, "--resume", "auto", changed=find_fakes, **fakes)
+    run_command(tmp_path, 2, *command, "--out", tmp_path / "plain")
     losses = [[row["loss"] for row in read_metrics(tmp_path / out / "metrics.jsonl")] for out in ("tracked", "plain")]
     assert losses[0] == losses[1]
     assert len(calls(recorded, "trackio", "log")) == 1, "it hung"

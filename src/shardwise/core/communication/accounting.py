@@ -106,9 +106,11 @@ def collective_operators(space: str) -> dict[str, str]:
     found = {}
     for name in torch._C._dispatch_get_all_op_names():
         of, _, operator = name.partition("::")
+        if of != space:
+            continue
         bare = operator.replace("_", "")
         collective = next((each for each in _COLLECTIVES if bare.startswith(each.replace("_", ""))), None)
-        if of == space and collective is not None:
+        if collective is not None:
             found[operator] = collective
     return found
 
