@@ -20,12 +20,7 @@ version = release = shardwise.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-include_patterns = [
-    "*.md",
-    "docs/**",
-    "examples/**",
-    "benchmarks/**.md",
-]
+include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/**.md"]
 exclude_patterns = ["docs/site/**", "**/.*"]
 nb_execution_mode = "off"
 myst_enable_extensions = ["colon_fence"]

@@ -92,8 +92,7 @@ def results_of(made):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("wrong", "tensor"),
-    [("_Row", "output"), ("_Column", "input gradient"), ("_Column", "gradient of column.weight")],
+    ("wrong", "tensor"), [("_Row", "output"), ("_Column", "input gradient"), ("_Column", "gradient of column.weight")]
 )
 def test_a_wrong_candidate_is_not_timed(group, monkeypatch, wrong, tensor):
     """Each mistake is in one place, and the message names what it spoils."""

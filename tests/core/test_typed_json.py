@@ -20,15 +20,7 @@ class Row(Optional):
     more: Any
 
 
-GOOD = {
-    "kind": "a",
-    "size": None,
-    "scale": 1,
-    "pairs": {"x": [[-1, True]]},
-    "names": ["n"],
-    "more": [{}],
-    "unknown": 0,
-}
+GOOD = {"kind": "a", "size": None, "scale": 1, "pairs": {"x": [[-1, True]]}, "names": ["n"], "more": [{}], "unknown": 0}
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from shardwise.core.errors import DataError
-from shardwise.data import (
-    IGNORE_INDEX,
-    DataLoader,
-    Encoded,
-    HeldOut,
-    SampleRows,
-    TokenSamples,
-)
+from shardwise.data import IGNORE_INDEX, DataLoader, Encoded, HeldOut, SampleRows, TokenSamples
 
 
 def samples_of(lengths, masked=2):

@@ -112,10 +112,7 @@ def _hugging(fault: str, kind: str, modules: tuple[str, ...], passes: Passes, op
 SCRIPTS = (
     _hand("output not summed", "never summed", ("layers.1.attention.output", "layers.1.attention"), "forward"),
     _hand(
-        "input gradient not summed",
-        "never summed",
-        ("layers.0.mlp.up", "layers.0.mlp", "layers.0.norm2"),
-        "backward",
+        "input gradient not summed", "never summed", ("layers.0.mlp.up", "layers.0.mlp", "layers.0.norm2"), "backward"
     ),
     _hand(
         "gradients of the last norm not summed",
@@ -222,11 +219,7 @@ SCRIPTS = (
         Options(tp=1, dropout=0.2),
     ),
     _hand(
-        "each rank its own dropout mask",
-        "random stream",
-        ("layers.0.mlp_dropout",),
-        "forward",
-        Options(dropout=0.2),
+        "each rank its own dropout mask", "random stream", ("layers.0.mlp_dropout",), "forward", Options(dropout=0.2)
     ),
     _hand("positions restart on each rank", "positions", ("positions",), "forward", _SEQUENCE),
     _hand("mean over the rank's own labels", "labels", ("loss",), "forward", _DP),
@@ -256,10 +249,7 @@ SCRIPTS = (
     _dtensor("labels shifted twice", "labels", ("head", ""), "backward"),
     _dtensor("replicated gradients counted on each rank", "norm", ("",), "update", _SGD),
     _hugging(
-        "output not summed",
-        "never summed",
-        ("model.layers.1.self_attn.o_proj", "model.layers.1.self_attn"),
-        "forward",
+        "output not summed", "never summed", ("model.layers.1.self_attn.o_proj", "model.layers.1.self_attn"), "forward"
     ),
     _hugging(
         "input gradient not summed",
@@ -434,11 +424,7 @@ OUR_FAULTS = (
         "if parallelism is LinearParallelism.ROW else grad_output.to(weight.dtype)",
         _TP,
         "scaled",
-        (
-            "decoder.layers.1.mlp.linear_fc2",
-            "decoder.layers.1.mlp.linear_fc2.weight",
-            "decoder.layers.1.mlp",
-        ),
+        ("decoder.layers.1.mlp.linear_fc2", "decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.1.mlp"),
         "backward",
     ),
     OurFault(

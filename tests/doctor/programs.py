@@ -659,12 +659,7 @@ def _partial_in_sequence(model: nn.Module, is_split: bool) -> set[str]:
 def _parallelize(model: PlainModel, group: ProcessGroup, fault: str, sequence: bool) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     mesh = DeviceMesh.from_group(group, "cpu")
     hidden = Shard(1) if sequence else Replicate()

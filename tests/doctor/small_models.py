@@ -343,12 +343,7 @@ def split_by_dtensor(group: Group) -> nn.Module:
     """A norm of parts of the sequence, as PyTorch's plans split it; its gradient is a DTensor of partial sums."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     model = net(nn.LayerNorm(WIDTH))
     if group is not None:

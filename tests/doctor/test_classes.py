@@ -145,10 +145,7 @@ FAULTS: dict[str, Case] = {
         lambda group: net(WrongGradient(group, 1.69)), "scaled", ("1.linear.weight", "1.linear")
     ),
     "gradient of a weight that is updated by hand": Case(
-        lambda group: net(WrongGradient(group, 1.69)),
-        "scaled",
-        ("1.linear.weight", "1.linear"),
-        {"by_hand": True},
+        lambda group: net(WrongGradient(group, 1.69)), "scaled", ("1.linear.weight", "1.linear"), {"by_hand": True}
     ),
     "whole gradients that DTensor adds": Case(
         split_by_dtensor, "scaled", ("1.weight", "1"), {"sum_gradients": placed_as("partial")}

@@ -152,10 +152,7 @@ def test_results_that_one_run_has_alone(tmp_path):
     one, other = write_rows(tmp_path / "a", ROWS), write_rows(tmp_path / "b", rows)
     assert shown(one, other) == (
         False,
-        [
-            f"only {one} has grad_norm of 2 steps, the first of them step 1",
-            f"only {one} has held_out_loss of step 3",
-        ],
+        [f"only {one} has grad_norm of 2 steps, the first of them step 1", f"only {one} has held_out_loss of step 3"],
     )
     rows = [(step, row | {"tokens_per_second": step, "peak_resident_bytes": 7}) for step, row in ROWS]
     assert shown(one, write_rows(tmp_path / "c", rows)) == (True, ["metrics of 4 steps: the same bits"])

@@ -21,10 +21,7 @@ from shardwise.doctor.diagnosis import Diagnosis, diagnose
 
 # Faults for which the doctor names another kind, though the right module, and the kind that it names. They cannot be
 # told from their tensors.
-OTHER_KINDS = {
-    "loss divided by the rank's own labels": "scaled",
-    "vocabulary of the loss offset by one": "unexplained",
-}
+OTHER_KINDS = {"loss divided by the rank's own labels": "scaled", "vocabulary of the loss offset by one": "unexplained"}
 
 
 def of_ranks(scripts: tuple[Script, ...], ranks: int) -> list[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from harness.model_options import LLAMA, NO_DROPOUT
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.core.topology import Groups
@@ -32,12 +32,8 @@ def llama(group, device, full, **options):
         hidden_size=width,
         num_attention_heads=4,
         ffn_hidden_size=2 * width,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **LLAMA,
+        **NO_DROPOUT,
         **options,
     )
     with torch.device(device):

@@ -77,11 +77,7 @@ def pretended_gpu(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
     cache = getattr(request.config, "cache", None)
     library = _library(compiler, folder if cache is None else Path(cache.mkdir("pretended_gpu")))
     with Program(
-        "-c",
-        _SERVER,
-        library,
-        stdin=subprocess.PIPE,
-        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
+        "-c", _SERVER, library, stdin=subprocess.PIPE, PYTHONPATH=os.pathsep.join(filter(None, sys.path))
     ) as server:
         yield PretendedGpu(server, folder)
         server.stdin.close()

@@ -7,7 +7,7 @@ TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns"}
 ALLOWED = {
     # Chooses the moments of its kills, and asserts nothing of time.
-    "storage/checkpoint/test_kills.py",
+    "storage/checkpoint/test_kills.py"
 }
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from harness.model_options import LLAMA, NO_DROPOUT
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -27,12 +27,8 @@ def llama(tp, **options):
         num_attention_heads=32,
         num_query_groups=8,
         ffn_hidden_size=14336,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **LLAMA,
+        **NO_DROPOUT,
         params_dtype=torch.bfloat16,
         perform_initialization=False,
         tensor_model_parallel_size=tp,

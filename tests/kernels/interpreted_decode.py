@@ -3,14 +3,11 @@
 A process of its own, since Triton reads the variable when it is imported.
 """
 
-import json
-import sys
-import traceback
-
 import numpy
 import torch
 import torch.nn.functional as F
 import triton.language as tl
+from failing_cases import print_failures
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from shardwise.kernels import decode_attention_triton, dispatch
@@ -86,14 +83,7 @@ def main():
     dispatch.DECODE_TRITON.missing = lambda call: None
     # Some of them without keys, and few for the interpreter.
     decode_attention_triton._MAX_SPLITS = 8
-    failures = {}
-    for name, run in cases():
-        try:
-            run()
-            failures[name] = None
-        except Exception:
-            failures[name] = traceback.format_exc(limit=-4)
-    json.dump(failures, sys.stdout)
+    print_failures(cases())
 
 
 if __name__ == "__main__":

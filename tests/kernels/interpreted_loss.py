@@ -3,12 +3,9 @@
 A process of its own, since Triton reads the variable when it is imported.
 """
 
-import json
-import sys
-import traceback
-
 import numpy
 import torch
+from failing_cases import print_failures
 
 from shardwise.kernels import dispatch, loss_reference, loss_triton
 from shardwise.kernels.dispatch import loss_kernels
@@ -152,14 +149,7 @@ def cases():
 
 def main():
     torch.manual_seed(0)
-    failures = {}
-    for name, check in cases():
-        try:
-            check()
-            failures[name] = None
-        except Exception:
-            failures[name] = traceback.format_exc(limit=-3)
-    json.dump(failures, sys.stdout)
+    print_failures(cases())
 
 
 if __name__ == "__main__":

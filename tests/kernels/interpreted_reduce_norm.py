@@ -5,11 +5,8 @@ all of their addresses, as those of a group are given each other's. A process of
 variable when it is imported.
 """
 
-import json
-import sys
-import traceback
-
 import torch
+from failing_cases import print_failures
 
 from shardwise.core.sharding import balanced_range
 from shardwise.kernels import norms_triton
@@ -63,27 +60,23 @@ def check_definition():
     check_close(buffer, torch.nn.functional.rms_norm(expected, (7,), weight, 1e-5))
 
 
+def named(*sizes, **options):
+    return f"{sizes}, {options}", lambda: check(*sizes, **options)
+
+
 def cases():
     for dtype in RTOL:
         for bias, layer_norm in ((False, False), (True, True)):
-            yield dtype, 3, 5, 41, bias, layer_norm
+            yield named(dtype, 3, 5, 41, bias=bias, layer_norm=layer_norm)
     # Fewer rows than ranks; one column, whole blocks and one more.
     for num_ranks, num_rows, num_columns in ((2, 1, 17), (4, 3, 1), (2, 3, 16), (1, 2, 1025)):
-        yield torch.float32, num_ranks, num_rows, num_columns, True, num_columns != 16
+        yield named(torch.float32, num_ranks, num_rows, num_columns, bias=True, layer_norm=num_columns != 16)
 
 
 def main():
     torch.manual_seed(0)
-    failures = {}
-    for *sizes, bias, layer_norm in cases():
-        try:
-            check(*sizes, bias=bias, layer_norm=layer_norm)
-            failure = None
-        except Exception:
-            failure = traceback.format_exc(limit=-3)
-        failures[f"{sizes}, {bias=}, {layer_norm=}"] = failure
+    print_failures(cases())
     check_definition()
-    json.dump(failures, sys.stdout)
 
 
 if __name__ == "__main__":

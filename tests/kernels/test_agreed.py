@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_bit_equal, gather_all
 from run.tiny import tiny_settings
 
@@ -43,12 +44,7 @@ def test_norms_of_a_rank_without_a_compiler_are_those_of_the_others(group, monke
             monkeypatch.setattr(compiled, "_compiler", lambda: None)
         own = dist.new_group([0, 1])
         config = ModelConfig(
-            num_layers=1,
-            hidden_size=512,
-            num_attention_heads=2,
-            normalization="RMSNorm",
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
+            num_layers=1, hidden_size=512, num_attention_heads=2, normalization="RMSNorm", **NO_DROPOUT
         )
         torch.manual_seed(3)
         model = GPT(config, 11, 128, groups=Groups(tp=own))

@@ -134,11 +134,7 @@ def test_threads_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def results() -> list[torch.Tensor]:
         rotary = RotaryEmbedding(10)(torch.arange(7), torch.float32)
-        outputs = [
-            swiglu(inner),
-            rms_norm(inner, weight, 1e-5),
-            rotate(inner.unsqueeze(2), *rotary),
-        ]
+        outputs = [swiglu(inner), rms_norm(inner, weight, 1e-5), rotate(inner.unsqueeze(2), *rotary)]
         return [*outputs, *(torch.autograd.grad(sum(x.square().sum() for x in outputs), (inner, weight)))]
 
     alone = results()

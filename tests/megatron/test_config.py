@@ -306,26 +306,14 @@ def test_experts_by_megatron_s_fields():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"moe_router_load_balancing_type": "sinkhorn"},
-            "moe_router_load_balancing_type is 'sinkhorn'; it must be",
-        ),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn'; it must be"),
         ({"moe_router_load_balancing_type": ["aux_loss"]}, r"moe_router_load_balancing_type is \['aux_loss'\]"),
-        (
-            {"moe_router_score_function": "relu"},
-            "moe_router_score_function is 'relu'; it must be one of 'softmax'",
-        ),
+        ({"moe_router_score_function": "relu"}, "moe_router_score_function is 'relu'; it must be one of 'softmax'"),
         ({"moe_router_dtype": "fp64"}, "moe_router_dtype is 'fp64'; it must be one of None, 'fp32' here"),
         ({"moe_token_dispatcher_type": "ring"}, "moe_token_dispatcher_type is 'ring'"),
-        (
-            {"add_bias_linear": True},
-            "num_moe_experts is set, and experts have no biases here; set add_bias",
-        ),
+        ({"add_bias_linear": True}, "num_moe_experts is set, and experts have no biases here; set add_bias"),
         ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias needs moe_router_score_function='sig"),
-        (
-            {"moe_router_topk": 1},
-            "moe_router_topk is 1, and a softmax over one expert is 1; set moe_router_pre",
-        ),
+        ({"moe_router_topk": 1}, "moe_router_topk is 1, and a softmax over one expert is 1; set moe_router_pre"),
         ({"moe_router_group_topk": 2}, "moe_router_group_topk is about moe_router_num_groups, which is None; set both"),
         (
             {"moe_router_group_topk": 1, "moe_router_num_groups": 4},

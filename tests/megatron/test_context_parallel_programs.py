@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_close_to
 
 from shardwise import parallel_state
@@ -25,8 +26,7 @@ def make_gpt(cp=1, way=None, *, pg_collection=None, **settings):
         num_layers=2,
         hidden_size=12,
         num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         params_dtype=torch.float64,
         context_parallel_size=cp,
         cp_comm_type=way,

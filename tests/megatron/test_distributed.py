@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_bit_equal, assert_close_to
 from torch import nn
 
@@ -11,11 +12,7 @@ from shardwise import parallel_state
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError, DesyncError, DivergenceError
 from shardwise.megatron.config import TransformerConfig
-from shardwise.megatron.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.module import Float16Module
@@ -24,13 +21,7 @@ from shardwise.megatron.module import Float16Module
 def make_gpt(**settings):
     torch.manual_seed(3)
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=12,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.float64,
-        **settings,
+        num_layers=2, hidden_size=12, num_attention_heads=4, **NO_DROPOUT, params_dtype=torch.float64, **settings
     )
     return GPTModel(config, get_gpt_layer_local_spec(), 23, 9)
 

@@ -15,11 +15,7 @@ from training.pipeline.pipelines import LENGTH, MICRO_BATCH_SIZE, random_batch, 
 from shardwise import parallel_state
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.megatron.config import TransformerConfig
-from shardwise.megatron.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.schedules import get_forward_backward_func

@@ -136,12 +136,7 @@ def test_tied_weights_over_two_stages(group):
     assert_bit_equal(weight.detach(), drawn.weight.detach(), name="tied weight")
     tied = "embedding.word_embeddings.weight"
     state = model.sharded_state_dict()
-    assert sorted(state) == [
-        "decoder.bias",
-        "decoder.weight",
-        tied,
-        *(["output_layer.bias"] if stage else []),
-    ]
+    assert sorted(state) == ["decoder.bias", "decoder.weight", tied, *(["output_layer.bias"] if stage else [])]
     assert (state[tied].key, state[tied].allow_shape_mismatch) == (tied, True)
     assert state[tied].data is weight
     whole = gather_shards(state[tied].data, state[tied].layout, parallel_state.get_tensor_model_parallel_group())

@@ -9,11 +9,7 @@ from shardwise import parallel_state
 from shardwise.core.errors import DesyncError, DivergenceError
 from shardwise.core.sharding import Replicas, balanced_range
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
-from shardwise.megatron.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from shardwise.megatron.layer_parts import MLP, SelfAttention
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel

@@ -17,11 +17,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.megatron import dist_checkpointing, moe as moe_door
 from shardwise.megatron.config import TransformerConfig
-from shardwise.megatron.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from shardwise.megatron.layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.module import Float16Module

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise import parallel_state
@@ -9,11 +10,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.megatron import dist_checkpointing
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from shardwise.megatron.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.module import Float16Module
@@ -41,8 +38,7 @@ def gpt(*, dtype=torch.float64, **settings):
         num_layers=2,
         hidden_size=12,
         num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         add_bias_linear=False,
         use_cpu_initialization=True,
         params_dtype=dtype,

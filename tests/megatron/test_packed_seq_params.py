@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_close_to
 
 from shardwise import parallel_state
@@ -34,8 +35,7 @@ def test_each_sequence_gives_what_it_gives_alone(group, position_embedding_type,
         num_attention_heads=3,
         params_dtype=torch.float64,
         init_method_std=0.4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         tensor_model_parallel_size=2,
         sequence_parallel=padded,
     )

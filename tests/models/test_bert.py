@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 from models.dense_bert import DenseBert, masked_loss
 from models.model_checks import assert_gradients_are, randomise_small_parameters, whole_logits, whole_weights
@@ -33,8 +34,7 @@ def bert(group: ProcessGroup, model: dict[str, Any] | None = None, **settings: A
         hidden_size=28,
         ffn_hidden_size=29,
         params_dtype=torch.float64,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         init_method_std=0.3,
         tensor_model_parallel_size=group.size(),
         **settings,
@@ -69,11 +69,7 @@ def test_logits_loss_and_gradients_are_the_dense_ones(group, kind, loss_kind):
     for sequence_parallel in {False, group.size() > 1}:
         torch.manual_seed(3)
         model = bert(
-            group,
-            {"share_embeddings_and_output_weights": tied},
-            sequence_parallel=sequence_parallel,
-            **kind,
-            **fused,
+            group, {"share_embeddings_and_output_weights": tied}, sequence_parallel=sequence_parallel, **kind, **fused
         )
         assert model.fuses_output_layer_and_loss == (not tied)
         randomise_small_parameters(model, group)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from harness.groups import from_first_rank
 from harness.live_bytes import LiveBytes, Peak
+from harness.model_options import LLAMA
 from models.model_checks import alone, check_gradients, flexible_on_a_cpu, varlen_on_a_cpu
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
@@ -25,11 +25,7 @@ from shardwise.kernels.fake_device import planning_for
 from shardwise.models import GPT, Experts, ModelConfig, Recomputation
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.generation import Sampling, generate
-from shardwise.models.transformer import (
-    attention_kernels,
-    context_attention,
-    masks as masks_of_attention,
-)
+from shardwise.models.transformer import attention_kernels, context_attention, masks as masks_of_attention
 from shardwise.models.transformer.context_attention import describe_context_method
 from shardwise.models.transformer.heads import GlobalHeads, LatentAttention, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask
@@ -79,10 +75,7 @@ def build(kind: str, groups: Groups, **fields: Any) -> GPT:
     sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 20, "num_attention_heads": 4, "kv_channels": 6}
     config = ModelConfig(
         **sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.2} | own | fields,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        **LLAMA,
         params_dtype=torch.float64,
     )
     given = {"position_embedding_type": "rope", "max_sequence_length": 64} | options

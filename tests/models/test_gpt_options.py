@@ -66,12 +66,7 @@ class Options:
         )
 
 
-LLAMA = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
-    "add_bias_linear": False,
-}
+LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
 OPTIONS = {
     "bloom": Options(
         {"num_attention_heads": 7, "embedding_layernorm": True},

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.groups import alone
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_close_to, gather_all
 from torch import Tensor, nn
 
@@ -31,8 +32,7 @@ def model(group, *, sequence_parallel, learned):
         gated_linear_unit=not learned,
         activation_func=F.silu,
         sequence_parallel=sequence_parallel and group.size() > 1,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         params_dtype=torch.float64,
         init_method_std=0.3,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_close_to
 from models.model_checks import randomise_small_parameters
 
@@ -22,8 +23,7 @@ def make_model(group, *, fused, tied):
         num_layers=1,
         hidden_size=24,
         num_attention_heads=6,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         params_dtype=torch.float64,
         fuse_output_layer_and_loss=fused,
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 from models.model_checks import randomise_small_parameters
 from torch import Tensor
@@ -37,8 +38,7 @@ def config_of(tp: int, **settings: Any) -> TransformerConfig:
         hidden_size=24,
         ffn_hidden_size=29,
         params_dtype=torch.float64,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         init_method_std=0.3,
         tensor_model_parallel_size=tp,
         **settings,
@@ -123,10 +123,7 @@ def test_two_stages_are_the_whole_model(group, kind):
         args, labels = batch(kind)
         loss = run(part, topology, *args, **labels)
         finalize_gradients_(
-            part,
-            tp_group=topology.group("tp"),
-            dp_group=topology.group("dp"),
-            embd_group=topology.group("embd"),
+            part, tp_group=topology.group("tp"), dp_group=topology.group("dp"), embd_group=topology.group("embd")
         )
         if step == 0:
             expected = loss_of(whole(*args, **labels))
@@ -255,11 +252,7 @@ def test_chunks_and_stages_made_on_the_meta_device_start_alike(group):
     # Parts of 2, 1, 1 and 1 layers.
     numbers = {(0, 0): [1, 2], (1, 0): [3], (0, 1): [4], (1, 1): [5]}
     for chunk in (0, 1):
-        options = {
-            "pre_process": (stage, chunk) == (0, 0),
-            "post_process": (stage, chunk) == (1, 1),
-            "vp_stage": chunk,
-        }
+        options = {"pre_process": (stage, chunk) == (0, 0), "post_process": (stage, chunk) == (1, 1), "vp_stage": chunk}
         part = make("gpt-tied", config, groups, **options)
         assert [layer.layer_number for layer in part.block.layers] == numbers[stage, chunk]
         assert torch.equal(torch.get_rng_state(), after)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.model_options import NO_DROPOUT
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 from harness.parity import assert_bit_equal
 from torch import nn
@@ -47,8 +48,7 @@ def made(kind, group, **options):
         activation_func=F.silu if llama else F.gelu,
         add_bias_linear=not llama,
         qk_layernorm=llama,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         embedding_layernorm=kind in ("bloom", "bert"),
         norm_position="post" if kind == "bert" else "pre",
         final_layernorm=kind != "bert",

@@ -95,16 +95,10 @@ def parts(name: str, layers: range = range(LAYERS)) -> set[str]:
 CASES = {
     "full, one by one": ({"recompute": Recomputation("full", "uniform", 1)}, parts("input_layernorm")),
     "full, in pairs": ({"recompute": Recomputation("full", "uniform", 2)}, parts("input_layernorm")),
-    "full, the first two": (
-        {"recompute": Recomputation("full", "block", 2)},
-        parts("input_layernorm", range(2)),
-    ),
+    "full, the first two": ({"recompute": Recomputation("full", "block", 2)}, parts("input_layernorm", range(2))),
     "attention core": ({"recompute": Recomputation("selective")}, parts("self_attention.core")),
     "norms": (selective("layernorm"), parts("input_layernorm") | parts("pre_mlp_layernorm")),
-    "MLP": (
-        selective("mlp"),
-        parts("mlp") | parts("mlp.linear_fc1") | parts("mlp.linear_fc2"),
-    ),
+    "MLP": (selective("mlp"), parts("mlp") | parts("mlp.linear_fc1") | parts("mlp.linear_fc2")),
     "MLP activation": (selective("mlp_act"), set()),
     "three parts": (
         selective("core_attn", "layernorm", "mlp_act"),

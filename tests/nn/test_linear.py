@@ -213,12 +213,7 @@ FLOATS = {COLUMN: 12 * 2 * 6, COLUMN_SEQUENCE: 6 * 2 * 6, ROW: 12 * 2 * 9, ROW_S
 TABLE = {
     # Forward, backward, backward with a frozen weight, backward without a gradient of the input.
     COLUMN: ([], ["all_reduce"], ["all_reduce"], []),
-    COLUMN_SEQUENCE: (
-        ["all_gather"],
-        ["all_gather", "reduce_scatter"],
-        ["reduce_scatter"],
-        ["all_gather"],
-    ),
+    COLUMN_SEQUENCE: (["all_gather"], ["all_gather", "reduce_scatter"], ["reduce_scatter"], ["all_gather"]),
     ROW: (["all_reduce"], [], [], []),
     ROW_SEQUENCE: (["reduce_scatter"], ["all_gather"], ["all_gather"], ["all_gather"]),
 }

@@ -83,11 +83,7 @@ def test_recomputation_adds_no_collective(group, parallelism):
 @pytest.mark.parametrize(
     ("parallelism", "forward", "backward"),
     [
-        (
-            COLUMN_SEQUENCE,
-            ["shift", "mm", "wait", "mm"],
-            ["gather", "mm", "shift", "mm", "wait", "mm", "wait"],
-        ),
+        (COLUMN_SEQUENCE, ["shift", "mm", "wait", "mm"], ["gather", "mm", "shift", "mm", "wait", "mm", "wait"]),
         (ROW_SEQUENCE, ["mm", "shift", "mm", "wait"], ["shift", "mm", "wait", "mm", "mm"]),
     ],
     ids=["column", "row"],

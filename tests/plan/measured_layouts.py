@@ -88,11 +88,7 @@ class Case:
         """The workload, or a smaller one of the same kind."""
         sizes = SMALL if small else LARGE | self.sizes
         model = ModelConfig(
-            num_layers=self.layers,
-            num_query_groups=4,
-            max_sequence_length=LENGTH,
-            **self.kind,
-            **sizes,
+            num_layers=self.layers, num_query_groups=4, max_sequence_length=LENGTH, **self.kind, **sizes
         )
         return Workload(self._settings(small), model, adaptation=self.adaptation)
 
@@ -122,11 +118,7 @@ class Case:
 def lora(quantization: Quantization | None = None) -> dict[str, Any]:
     """Fields of a case that trains adapters of all linear layers."""
     lora = LoraSettings(lora_rank=16, base_quantization=quantization or "none")
-    return {
-        "make": "finetune",
-        "more": {"lora": lora},
-        "adaptation": Adaptation(lora.config(), "llama", quantization),
-    }
+    return {"make": "finetune", "more": {"lora": lora}, "adaptation": Adaptation(lora.config(), "llama", quantization)}
 
 
 class Run:

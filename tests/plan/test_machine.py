@@ -40,8 +40,7 @@ def planned(layout: str, rank: int | None = None, device: str = "cpu") -> Plan:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [(2, 4, 3, 1, 2, 1), (1, 1, 5, 1, 1, 5), (3, 2, 1, 1, 1, 1), (4, 1, 2, 4, 1, 1), (2, 2, 6, 3, 2, 3)],
+    "sizes", [(2, 4, 3, 1, 2, 1), (1, 1, 5, 1, 1, 5), (3, 2, 1, 1, 1, 1), (4, 1, 2, 4, 1, 1), (2, 2, 6, 3, 2, 3)]
 )
 def test_groups_are_those_of_the_topology(sizes):
     tp, pp, dp, ep, etp, cp = sizes

@@ -140,12 +140,7 @@ def test_the_run_that_is_planned(group, root, tmp_path, monkeypatch, plan):
     session.topology.destroy()
 
 
-LAYOUTS = {
-    "tp": {"tp": 2},
-    "stages": {"tp": 2, "pp": 2},
-    "zero": {"zero": 1},
-    "a tied weight": {"pp": 4},
-}
+LAYOUTS = {"tp": {"tp": 2}, "stages": {"tp": 2, "pp": 2}, "zero": {"zero": 1}, "a tied weight": {"pp": 4}}
 
 
 @pytest.fixture

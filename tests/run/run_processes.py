@@ -29,13 +29,7 @@ from shardwise.storage.checkpoint.comparing import StoredCheckpoint
 from shardwise.training.trainer import Trainer
 
 
-def run_in_processes(
-    settings: RunSettings,
-    world_size: int,
-    folder: Path,
-    *,
-    killed_at: int | None = None,
-) -> str:
+def run_in_processes(settings: RunSettings, world_size: int, folder: Path, *, killed_at: int | None = None) -> str:
     """Run in so many processes, which end with the run."""
     folder.mkdir()
     calls = [(settings, rank, world_size, folder / "store", killed_at) for rank in range(world_size)]
@@ -97,13 +91,7 @@ def hashes(out: Path) -> dict[str, str]:
     return found
 
 
-def _run_rank(
-    settings: RunSettings,
-    rank: int,
-    world_size: int,
-    store: Path,
-    killed_at: int | None,
-) -> None:
+def _run_rank(settings: RunSettings, rank: int, world_size: int, store: Path, killed_at: int | None) -> None:
     os.environ["SHARDWISE_CACHE"] = str(store.parent.parent / "cache")
     be_rank(rank, world_size, store)
     # They have tests of their own.

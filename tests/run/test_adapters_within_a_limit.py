@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from harness.groups import alone
+from harness.model_options import LLAMA, NO_DROPOUT
 from run.test_state_within_a_limit import within
 
 from shardwise.core.topology import Groups, Topology
@@ -27,23 +27,9 @@ SEQUENCE = 8
 
 def write_model(folder, groups, **sizes):
     """A Hugging Face folder with a Llama-like model; the bytes of this rank's shard."""
-    config = ModelConfig(
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        perform_initialization=False,
-        **sizes,
-    )
+    config = ModelConfig(**LLAMA, **NO_DROPOUT, perform_initialization=False, **sizes)
     model = GPT(
-        config,
-        301,
-        SEQUENCE,
-        groups=groups,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        config, 301, SEQUENCE, groups=groups, position_embedding_type="rope", share_embeddings_and_output_weights=False
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

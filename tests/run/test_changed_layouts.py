@@ -14,11 +14,7 @@ from shardwise.storage import checkpoint
 
 DONE, LEFT = 4, 10
 SAVED = ParallelSettings(tp=4, sequence_parallel=True)
-LAYOUTS = [
-    ParallelSettings(tp=2, pp=2),
-    ParallelSettings(zero=1),
-    ParallelSettings(tp=2, fsdp=True),
-]
+LAYOUTS = [ParallelSettings(tp=2, pp=2), ParallelSettings(zero=1), ParallelSettings(tp=2, fsdp=True)]
 
 
 def assert_holds(trainer, whole, name):

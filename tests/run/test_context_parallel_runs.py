@@ -57,7 +57,7 @@ TASKS = {
     "packed rows, adapters with dropout": (
         ("finetune", "texts", "--packing", "--lora-rank", "4", "--lora-dropout", "0.2"),
         ("--nproc", "4", "--cp", "2", "--tp", "2"),
-    ),
+    )
 }
 
 

@@ -82,11 +82,7 @@ def test_the_text_reaches_what_faults_hide_behind(tmp_path, monkeypatch):
             },
         ),
         pytest.param(
-            LLAMA,
-            "bfloat16",
-            4,
-            {"parallel": {"pp": 4, "pipeline_schedule": "zero-bubble"}},
-            marks=pytest.mark.matrix,
+            LLAMA, "bfloat16", 4, {"parallel": {"pp": 4, "pipeline_schedule": "zero-bubble"}}, marks=pytest.mark.matrix
         ),
         pytest.param(
             GPT,

@@ -187,11 +187,7 @@ def test_a_step_launches_what_the_page_says_and_waits_once(pretended_gpu, tmp_pa
 SMALL = {"hidden_size": 64, "num_heads": 4, "vocab_size": 301}
 OTHERS = {
     "stages": {"parallel": {"pp": 2}, "model": {"tie_embeddings": True}},
-    "fp16 and Muon": {
-        "parallel": {"tp": 2} | SEQUENCE_PARALLEL,
-        "training": {"dtype": "float16"},
-        "optimizer": "muon",
-    },
+    "fp16 and Muon": {"parallel": {"tp": 2} | SEQUENCE_PARALLEL, "training": {"dtype": "float16"}, "optimizer": "muon"},
     "overlap": {
         "parallel": {"tp": 2, "tp_comm_overlap": True} | SEQUENCE_PARALLEL,
         "training": {"loss": "plain"},

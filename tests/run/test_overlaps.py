@@ -18,11 +18,7 @@ MICRO_BATCHES = 2
 CASES = {
     "tp": (8, 0, {"parallel": {"tp": 8}}),
     "sp": (8, 0, {"parallel": {"tp": 8, "sequence_parallel": True}}),
-    "recomputation": (
-        8,
-        0,
-        {"parallel": {"tp": 8, "sequence_parallel": True}, "recompute": {"granularity": "full"}},
-    ),
+    "recomputation": (8, 0, {"parallel": {"tp": 8, "sequence_parallel": True}, "recompute": {"granularity": "full"}}),
     "overlap": (8, 0, {"parallel": {"tp": 8, "sequence_parallel": True, "tp_comm_overlap": True}}),
     "dp": (8, 0, {"parallel": {"tp": 4, "sequence_parallel": True}}),
     "zero1": (8, 0, {"parallel": {"tp": 4, "sequence_parallel": True, "zero": 1}}),

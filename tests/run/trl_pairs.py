@@ -19,12 +19,7 @@ from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
-KINDS: dict[str, dict[str, Any]] = {
-    "sigmoid": {},
-    "robust": {"label_smoothing": 0.2},
-    "hinge": {},
-    "ipo": {},
-}
+KINDS: dict[str, dict[str, Any]] = {"sigmoid": {}, "robust": {"label_smoothing": 0.2}, "hinge": {}, "ipo": {}}
 BETA = 0.3
 
 

@@ -11,11 +11,7 @@ from shardwise.core.sharding import balanced_range
 from shardwise.kernels import products
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.nn.recompute import recomputed
-from shardwise.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    drain_embedding_wgrad_compute,
-)
+from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, drain_embedding_wgrad_compute
 
 B = 2
 

@@ -11,12 +11,7 @@ from shardwise.cli.arguments import Arguments, SettingsArguments, check_model
 from shardwise.core.atomic_files import check_output
 from shardwise.core.errors import ConfigError
 from shardwise.run.quantities import read_bytes
-from shardwise.run.settings import (
-    FinetuneSettings,
-    PlannedDpoSettings,
-    PlannedFinetuneSettings,
-    PlanSettings,
-)
+from shardwise.run.settings import FinetuneSettings, PlannedDpoSettings, PlannedFinetuneSettings, PlanSettings
 from shardwise.training.bounds import (
     BATCH,
     DEFAULT_RANKS_PER_HOST,

@@ -35,12 +35,7 @@ from shardwise.core.errors import (
     TopologyError,
     VocabularyError,
 )
-from shardwise.run.processes.stopping import (
-    Interrupted,
-    signals_raise,
-    start_guard,
-    write_complete,
-)
+from shardwise.run.processes.stopping import Interrupted, signals_raise, start_guard, write_complete
 from shardwise.training.bounds import launcher_number
 
 REPORTS_VARIABLE = "SHARDWISE_RANK_REPORTS"

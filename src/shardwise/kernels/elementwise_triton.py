@@ -108,9 +108,7 @@ def rotary_kernel(
             place < PER_GROUP,
             query + s * query_s + b * query_b + (group * PER_GROUP + place) * query_h,
             tl.where(
-                turns,
-                key + s * key_s + b * key_b + group * key_h,
-                value + s * value_s + b * value_b + group * value_h,
+                turns, key + s * key_s + b * key_b + group * key_h, value + s * value_s + b * value_b + group * value_h
             ),
         )
     else:

@@ -131,12 +131,7 @@ def functions_on_cuda(count_flops: Callable[[int], None]) -> dict[str, Callable[
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        count_flops: Callable[[int], None],
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count_flops: Callable[[int], None]
     ) -> Tensor:
         # Flash attention's output lies by tokens, as its queries do.
         output = torch.empty_like(query)

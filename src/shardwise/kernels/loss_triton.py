@@ -265,13 +265,7 @@ def launch_shape(num_columns: int, wide_bytes: int = 4) -> tuple[int, int, int]:
 
 # Largest number of columns; columns of a block, rows of a block, and warps. A thread has 8 adjacent columns (16 bytes
 # in bf16), or 4 in fp64. These values have not been tuned on a GPU yet.
-_SHAPES = (
-    (256, 256, 1, 1),
-    (1024, 1024, 1, 4),
-    (8192, 1024, 4, 4),
-    (32768, 2048, 4, 8),
-    (1 << 62, 4096, 4, 16),
-)
+_SHAPES = ((256, 256, 1, 1), (1024, 1024, 1, 4), (8192, 1024, 4, 4), (32768, 2048, 4, 8), (1 << 62, 4096, 4, 16))
 
 
 def gradient_shape(num_columns: int) -> tuple[int, int]:

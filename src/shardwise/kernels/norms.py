@@ -108,8 +108,7 @@ class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.compiled = dispatch.ELEMENTWISE.runs(
-            input_,
-            fits=lambda: input_.size(-1) % 2 == 0 and input_.is_contiguous() and weight.is_contiguous(),
+            input_, fits=lambda: input_.size(-1) % 2 == 0 and input_.is_contiguous() and weight.is_contiguous()
         )
         if ctx.compiled:
             output, scale = compiled.rms_norm(input_, weight, eps)

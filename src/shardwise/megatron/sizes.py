@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardwise.core.errors import ConfigError, TopologyError
-from shardwise.core.rank_grid import (
-    ParallelSizes,
-    RankGenerator,
-    check_size,
-    generate_masked_orthogonal_rank_groups,
-)
+from shardwise.core.rank_grid import ParallelSizes, RankGenerator, check_size, generate_masked_orthogonal_rank_groups
 
 HYBRID = "hybrid"
 """Name prefix of the groups that ``hybrid_context_parallel`` adds; their size follows."""

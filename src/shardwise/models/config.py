@@ -282,10 +282,7 @@ class ModelConfig(LayerConfig, TransformerFields):
         for name in ("qk_layernorm", "clip_qkv", "value_layernorm", "global_heads"):
             if getattr(self, name):
                 raise ConfigError(f"latent cannot be used with {name}")
-        for name, derived in (
-            ("kv_channels", self.latent.head_width),
-            ("num_query_groups", self.num_attention_heads),
-        ):
+        for name, derived in (("kv_channels", self.latent.head_width), ("num_query_groups", self.num_attention_heads)):
             if getattr(self, name) not in (None, derived):
                 raise ConfigError(f"{name} is {getattr(self, name)}, and latent makes it {derived}; leave it out")
             setattr(self, name, derived)

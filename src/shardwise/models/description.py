@@ -145,10 +145,7 @@ class ModelChunks(nn.ModuleList):
         self.config = chunks[0].config
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
         """Return the entries of ``LanguageModel.sharded_state_dict`` of all chunks."""
         entries: dict[str, ParamShard] = {}

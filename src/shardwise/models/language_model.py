@@ -280,10 +280,7 @@ class LanguageModel(GroupModule):
         return dist.get_rank() in ranks
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
         """Return this rank's part of every parameter, by its name in the whole model.
 

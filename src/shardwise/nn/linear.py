@@ -126,14 +126,7 @@ class TensorParallelLinear(Function):
     """
 
     @staticmethod
-    def spmd_typecheck(
-        outputs: Any,
-        *,
-        input_: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: LinearPlan,
-    ) -> None:
+    def spmd_typecheck(outputs: Any, *, input_: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> None:
         parallelism, group, outside = plan.parallelism, plan.group, plan.parallelism.outside
         is_column = parallelism in (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE)
         if outside is None:

@@ -168,10 +168,7 @@ class ShardedModule(GroupModule):
             self._initialize(name)
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
         """Return this rank's part of each parameter, with its position in the whole parameter.
 

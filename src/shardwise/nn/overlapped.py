@@ -46,13 +46,7 @@ def gather_matmul(
         if made is not None:
             return made
     return overlap.gather_and_multiply(
-        shard,
-        _product(weight, bias),
-        weight.size(0),
-        group=group,
-        sizes=sizes,
-        buffer=buffer,
-        needs_whole=needs_whole,
+        shard, _product(weight, bias), weight.size(0), group=group, sizes=sizes, buffer=buffer, needs_whole=needs_whole
     )
 
 

@@ -295,13 +295,7 @@ def _make_state(optimizer: ShardedOptimizer, model: nn.Module, tp: int) -> list[
     return tensors
 
 
-def step_of(
-    workload: Workload,
-    mesh: Mesh,
-    groups: Groups,
-    timeline: Timeline,
-    micro_batches: int,
-) -> list[Segment]:
+def step_of(workload: Workload, mesh: Mesh, groups: Groups, timeline: Timeline, micro_batches: int) -> list[Segment]:
     """The parts of a step up to the last backward, without sums over data-parallel ranks but those of FSDP."""
     model = workload.build(groups)
     trainer = Trainer(workload.settings, model, groups, workload.objective(groups))

@@ -21,20 +21,10 @@ from shardwise.plan.rehearsal import Rehearsals
 from shardwise.plan.report import aligned
 from shardwise.plan.workload import Mesh, Workload
 from shardwise.run.quantities import read_bytes, shown_bytes
-from shardwise.training.bounds import (
-    DEFAULT_RANKS_PER_HOST,
-    LOCAL_RANKS,
-    RANKS,
-    check_value,
-    checks_arguments,
-)
+from shardwise.training.bounds import DEFAULT_RANKS_PER_HOST, LOCAL_RANKS, RANKS, check_value, checks_arguments
 
 # In increasing order of cost, up to a forward.
-_RECOMPUTATIONS = (
-    Recomputation(),
-    Recomputation("selective", modules=("layernorm", "mlp_act")),
-    Recomputation("full"),
-)
+_RECOMPUTATIONS = (Recomputation(), Recomputation("selective", modules=("layernorm", "mlp_act")), Recomputation("full"))
 
 
 @checks_arguments

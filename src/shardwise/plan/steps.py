@@ -13,12 +13,7 @@ from shardwise.plan.workload import Mesh, Workload
 from shardwise.training.pipeline.schedules import Action, Kind, make_schedule
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weight gradients"
-ACTIONS = {
-    Kind.FORWARD: FORWARD,
-    Kind.BACKWARD: BACKWARD,
-    Kind.INPUT_GRADIENT: BACKWARD,
-    Kind.WEIGHT_GRADIENT: WEIGHTS,
-}
+ACTIONS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.INPUT_GRADIENT: BACKWARD, Kind.WEIGHT_GRADIENT: WEIGHTS}
 START = PhaseLabel("start")
 
 

@@ -121,11 +121,7 @@ def _utilisation(task: Task, ranks: Ranks, model: ModelConfig) -> Utilisation:
     dtype = PRECISIONS[settings.training.dtype].params_dtype
     peak = peak_of(ranks.device, dtype, settings.peak_tflops)
     peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)
-    return Utilisation(
-        count,
-        None if None in peaks else sum(peaks),
-        peak.source,
-    )
+    return Utilisation(count, None if None in peaks else sum(peaks), peak.source)
 
 
 def metrics_of(session: Session, result: StepResult) -> tuple[dict[str, float], dict[str, float]]:

@@ -174,12 +174,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, value
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "wandb": Wandb,
-    "trackio": Trackio,
-    "mlflow": Mlflow,
-    "tensorboard": Tensorboard,
-}
+TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow, "tensorboard": Tensorboard}
 """Classes of trackers by name, which is that of the package, and of the extra that installs it."""
 
 

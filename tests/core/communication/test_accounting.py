@@ -174,9 +174,7 @@ def test_a_collective_that_fails_is_the_same_error_under_a_counter(alone):
 def test_compiling_launches_nothing(alone):
     x = torch.ones(4)
     compiled = torch.compile(
-        lambda x: functional.all_reduce(x * 2, "sum", alone) + 1,
-        backend="aot_eager",
-        fullgraph=True,
+        lambda x: functional.all_reduce(x * 2, "sum", alone) + 1, backend="aot_eager", fullgraph=True
     )
     for _ in range(2):
         with CollectiveCounter() as counter:

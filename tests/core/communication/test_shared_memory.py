@@ -30,12 +30,7 @@ from shardwise.core.communication.collectives import (
 )
 from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.communication.transports.channel import NUM_SLOTS, SLOT_BYTES
-from shardwise.core.communication.transports.shared_memory import (
-    SWITCH,
-    channel_of,
-    close_channel,
-    why_not_here,
-)
+from shardwise.core.communication.transports.shared_memory import SWITCH, channel_of, close_channel, why_not_here
 from shardwise.core.errors import DesyncError
 from shardwise.core.processes import temporary_prefix
 from shardwise.core.sharding import balanced_sizes

@@ -291,10 +291,7 @@ def save(case: str, args: argparse.Namespace, model, optimizer) -> None:
     if optimizer is not None:
         content["optimizer"] = optimizer.sharded_state_dict(sharded, metadata=metadata)
     dist_checkpointing.save(
-        content,
-        str(folder),
-        TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-        content_metadata=metadata,
+        content, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1), content_metadata=metadata
     )
 
 

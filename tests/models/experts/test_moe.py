@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.model_options import NO_DROPOUT
 from models.model_checks import alone, check_gradients
 from torch import Tensor, nn
 
@@ -69,8 +70,7 @@ def config(experts: Experts, **options: Any) -> ModelConfig:
     sizes |= {"gated_linear_unit": True} | options
     return ModelConfig(
         **sizes,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         normalization="RMSNorm",
         activation_func=F.silu,
         add_bias_linear=False,

@@ -271,11 +271,7 @@ def test_a_resumed_run_records_its_steps_again(group, tmp_path):
     (folder / "step_notes.txt").write_text("not a step")
     recorder = RoutingRecorder(one.model, folder)
     recorder.resume(1)
-    assert {path.name for path in folder.iterdir()} == {
-        "routing.json",
-        "step_00000000.safetensors",
-        "step_notes.txt",
-    }
+    assert {path.name for path in folder.iterdir()} == {"routing.json", "step_00000000.safetensors", "step_notes.txt"}
     recorder.check_steps(range(1, 9))
     with pytest.raises(ConfigError, match=r"step_00000000\.safetensors exists already"):
         recorder.check_steps(range(2))

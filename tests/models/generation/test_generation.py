@@ -14,8 +14,7 @@ from shardwise.models.generation import GREEDY, PreallocatedCache, PrefixCache, 
 
 WINDOW = 16
 both_shapes = pytest.mark.parametrize(
-    "shape",
-    [pytest.param(SHAPES[name], id=name, marks=pytest.mark.slow if "llama" in name else []) for name in SHAPES],
+    "shape", [pytest.param(SHAPES[name], id=name, marks=pytest.mark.slow if "llama" in name else []) for name in SHAPES]
 )
 
 

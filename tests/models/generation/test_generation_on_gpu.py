@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness.model_options import NO_DROPOUT
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 
 from shardwise.core.topology import Groups
@@ -35,8 +36,7 @@ def made(group, **options):
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         params_dtype=torch.bfloat16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
     )
     return GPT(config, 101, 64, groups=Groups(tp=group), position_embedding_type="rope", **options)
 

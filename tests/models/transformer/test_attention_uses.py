@@ -9,20 +9,7 @@ import torch
 from harness.groups import alone
 from harness.live_bytes import Peak
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
-from layer_cases import (
-    CASES,
-    DOCUMENTS,
-    LLAMA,
-    POST_NORM,
-    B,
-    Case,
-    H,
-    S,
-    config_of,
-    layer_of,
-    mask_of,
-    rotary_of,
-)
+from layer_cases import CASES, DOCUMENTS, LLAMA, POST_NORM, B, Case, H, S, config_of, layer_of, mask_of, rotary_of
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
@@ -33,11 +20,7 @@ from shardwise.models.transformer import attention_blocks, attention_kernels, ma
 from shardwise.models.transformer.attention_backends import check_attention_backend
 from shardwise.models.transformer.attention_blocks import Part, of_one_width
 from shardwise.models.transformer.distance_bias import alibi_slopes, local_alibi_slopes
-from shardwise.models.transformer.masks import (
-    AttentionMask,
-    AttnMaskType,
-    document_ids_of,
-)
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, document_ids_of
 from shardwise.models.transformer.visibility import Rule
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.gradients.finalize import finalize_gradients_

@@ -42,12 +42,7 @@ def test_which_heads_are_where():
     assert split.groups == ((0, 1), (0, 2), (1, 2), (1, 2))
     assert [split.queries_of_groups(rank) for rank in range(4)] == [(2,), (1, 1), (1,), (1,)]
     # A block is three queries, a key and a value, here of one row each.
-    assert split.qkv_layout((), 1).intervals == (
-        ((0, 2), (3, 5)),
-        ((2, 6), (8, 10)),
-        ((6, 7), (8, 10)),
-        ((7, 10),),
-    )
+    assert split.qkv_layout((), 1).intervals == (((0, 2), (3, 5)), ((2, 6), (8, 10)), ((6, 7), (8, 10)), ((7, 10),))
 
 
 @pytest.mark.ranks(2)

@@ -1,8 +1,10 @@
 """The loss family over a whole vocabulary, as its definitions read; in the dtype of the logits, by autograd."""
 
 import torch
+from harness.parity import assert_close_to, assert_unmodified
 
 from shardwise.core.sharding import balanced_range
+from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 
 
 def transformed(logits, softcap=None, temperature=1.0):
@@ -60,3 +62,27 @@ def assert_gradient_shard(actual, whole_gradient, group, rtol):
     start, stop = balanced_range(whole_gradient.size(-1), group.size(), group.rank())
     error = torch.linalg.vector_norm(actual.double() - whole_gradient[..., start:stop].double())
     assert float(error) <= rtol * float(torch.linalg.vector_norm(whole_gradient.double()))
+
+
+def assert_equals_dense(group, whole, target, *, rtol=1e-12, **options):
+    """Loss and gradient of the shard, for random incoming gradients, against the dense ones; returns the loss."""
+    dense_options = {name: value for name, value in options.items() if name not in ("inplace_", "check_finite")}
+    padded = dense_options.pop("padded_vocab_size", whole.size(-1))
+    reference = whole.detach().double().requires_grad_()
+    expected = dense_loss(reference, target, **dense_options)
+    incoming = torch.rand(expected.shape, dtype=torch.float64)
+    expected.backward(incoming)
+
+    logits = shard_of(whole, group, padded)
+    with assert_unmodified(target, *([] if options.get("inplace_") else [logits])):
+        loss = vocab_parallel_cross_entropy(logits, target, group=group, **({"vocab_size": whole.size(-1)} | options))
+        incoming = incoming.to(loss.dtype)
+        with assert_unmodified(incoming):
+            loss.backward(incoming)
+    wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
+    assert loss.dtype == wide
+    assert_close_to(loss.detach(), expected.detach().to(wide), rtol_of_norm=rtol, name=f"loss with {options}")
+    assert logits.grad.dtype == whole.dtype
+    bound = rtol if whole.dtype == torch.float64 else max(rtol, 2 * torch.finfo(whole.dtype).eps)
+    assert_gradient_shard(logits.grad, reference.grad, group, bound)
+    return loss.detach()

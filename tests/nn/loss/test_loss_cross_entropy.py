@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dense_formulas import assert_gradient_shard, dense_loss, shard_of
+from dense_formulas import assert_equals_dense, dense_loss, shard_of
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified, gather_all
 
 from shardwise import parallel_state
@@ -16,38 +16,6 @@ from shardwise.nn.loss.vocabulary import vocab_ranges
 from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy as public_cross_entropy
 
 
-def assert_equals_dense(group, whole, target, *, rtol=1e-12, smoothing=0.0, ignore_index=-100, **options):
-    """Loss and gradient of the shard, for random incoming gradients, against the dense ones."""
-    k = whole.size(-1)
-    reference = whole.detach().double().requires_grad_()
-    expected = dense_loss(reference, target, label_smoothing=smoothing, ignore_index=ignore_index)
-    weight = torch.rand(target.shape, dtype=torch.float64)
-    (expected * weight).sum().backward()
-
-    logits = shard_of(whole, group)
-    overwrites = options.get("inplace_", False)
-    with assert_unmodified(target=target, **({} if overwrites else {"logits": logits})):
-        loss = vocab_parallel_cross_entropy(
-            logits,
-            target,
-            group=group,
-            label_smoothing=smoothing,
-            vocab_size=k,
-            ignore_index=ignore_index,
-            **options,
-        )
-        incoming = weight.to(loss.dtype)
-        with assert_unmodified(incoming=incoming):
-            loss.backward(incoming)
-    wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
-    assert loss.dtype == wide
-    assert_close_to(loss.detach(), expected.detach().to(wide), rtol_of_norm=rtol, name="loss")
-    assert logits.grad.dtype == whole.dtype
-    bound = rtol if whole.dtype == torch.float64 else max(rtol, 2 * torch.finfo(whole.dtype).eps)
-    assert_gradient_shard(logits.grad, reference.grad, group, bound)
-    return loss.detach()
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("vocab_size", [101, 64, 3, 2])
@@ -55,7 +23,7 @@ def test_fp64_equals_dense(group, vocab_size, smoothing):
     # With 3 or 2 ids some of four ranks hold none.
     whole = 3 * torch.randn(5, 3, vocab_size, dtype=torch.float64)
     target = torch.randint(vocab_size, (5, 3))
-    loss = assert_equals_dense(group, whole, target, smoothing=smoothing)
+    loss = assert_equals_dense(group, whole, target, label_smoothing=smoothing)
     for other in gather_all(loss, group):
         assert_bit_equal(other, loss, name="the loss of another rank")
 
@@ -66,7 +34,7 @@ def test_ignored_targets_cost_nothing(group):
     target = torch.randint(11, (4, 6))
     target[0, :3] = -100
     target[3] = -100
-    loss = assert_equals_dense(group, whole, target, smoothing=0.2)
+    loss = assert_equals_dense(group, whole, target, label_smoothing=0.2)
     assert loss[0, :3].tolist() == [0.0] * 3
     assert loss[3].tolist() == [0.0] * 6
     # One of the vocabulary's own ids may be ignored too, and every one of them.
@@ -81,7 +49,7 @@ def test_smoothing_is_pytorch_s_over_the_whole_vocabulary(group, smoothing):
     whole, target = torch.randn(6, k, dtype=torch.float64), torch.randint(k, (6,))
     # PyTorch spreads its share over all K ids, the target included: a of ours is a·K/(K-1) of theirs.
     expected = F.cross_entropy(whole, target, reduction="none", label_smoothing=smoothing * k / (k - 1))
-    loss = assert_equals_dense(group, whole, target, smoothing=smoothing)
+    loss = assert_equals_dense(group, whole, target, label_smoothing=smoothing)
     assert_close_to(loss, expected, rtol_of_norm=1e-12)
 
 
@@ -128,7 +96,7 @@ def test_logits_of_any_size(group, dtype):
     for level in (1e4, -1e4):
         # Far from zero the loss must not lose the digits that the largest logit takes: 1e4 + 5 - 1e4.
         assert_equals_dense(group, level + spread, target, rtol=rtol)
-        assert_equals_dense(group, level + spread, target, rtol=rtol, smoothing=0.1)
+        assert_equals_dense(group, level + spread, target, rtol=rtol, label_smoothing=0.1)
     # Far from each other, within a rank and between ranks.
     assert_equals_dense(group, torch.where(torch.rand(8, k) < 0.5, -1e4, 1e4).to(dtype) + spread, target, rtol=rtol)
     assert_equals_dense(group, torch.linspace(-1e4, 1e4, k, dtype=dtype).expand(8, k), target, rtol=rtol)
@@ -183,7 +151,7 @@ def test_lower_precisions(group, dtype, rtol, overwrite):
     whole = (4 * torch.randn(7, 2, 101)).to(dtype)
     target = torch.randint(101, (7, 2))
     for smoothing in (0.0, 0.1):
-        assert_equals_dense(group, whole, target, rtol=rtol, smoothing=smoothing, inplace_=overwrite)
+        assert_equals_dense(group, whole, target, rtol=rtol, label_smoothing=smoothing, inplace_=overwrite)
 
 
 @pytest.mark.ranks(2)
@@ -237,7 +205,7 @@ def test_rows_in_many_blocks(group, monkeypatch):
     whole, target = torch.randn(11, 21, dtype=torch.float64), torch.randint(21, (11,))
     for elements in (1, 25, 33, 64, 1 << 18):
         monkeypatch.setattr(loss_reference, "BLOCK_ELEMENTS", elements)
-        assert_equals_dense(group, whole, target, smoothing=0.1)
+        assert_equals_dense(group, whole, target, label_smoothing=0.1)
         assert_equals_dense(group, whole.bfloat16(), target, rtol=1e-6)
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from dense_formulas import assert_gradient_shard, dense_loss, shard_of, transformed
+from dense_formulas import assert_equals_dense, assert_gradient_shard, dense_loss, shard_of, transformed
 from harness.parity import assert_close_to, assert_unmodified
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -28,22 +28,6 @@ OPTIONS = {
 }
 
 
-def assert_equals_dense(group, whole, target, options, rtol=1e-12):
-    dense_options = {name: value for name, value in options.items() if name not in ("inplace_", "check_finite")}
-    padded = dense_options.pop("padded_vocab_size", whole.size(-1))
-    reference = whole.detach().double().requires_grad_()
-    expected = dense_loss(reference, target, **dense_options)
-    incoming = torch.rand(expected.shape, dtype=torch.float64)
-    expected.backward(incoming)
-
-    logits = shard_of(whole, group, padded)
-    with assert_unmodified(target, *([] if options.get("inplace_") else [logits])):
-        loss = vocab_parallel_cross_entropy(logits, target, group=group, **({"vocab_size": whole.size(-1)} | options))
-        loss.backward(incoming.to(loss.dtype))
-    assert_close_to(loss.detach().double(), expected.detach(), rtol_of_norm=rtol, name=f"loss with {options}")
-    assert_gradient_shard(logits.grad, reference.grad, group, rtol)
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("first", OPTIONS)
 def test_an_option_alone_and_with_each_other(group, first):
@@ -55,7 +39,7 @@ def test_an_option_alone_and_with_each_other(group, first):
         whole = 2 * torch.randn(4, 2, width, dtype=torch.float64)
         # With an ignore_index of its own, -100 would be outside the vocabulary.
         chosen = target if "ignore_index" not in options else target.where(target != -100, 3)
-        assert_equals_dense(group, whole, chosen, options)
+        assert_equals_dense(group, whole, chosen, **options)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -67,9 +51,11 @@ def test_all_options_together(group, reduction):
         whole = level + torch.randn(6, PADDED, dtype=torch.float64)
         # Far beyond the cap the logits have no gradient left, and the dense formula's is rounding.
         capless = options | ({"softcap": 2e4} if level else {})
-        assert_equals_dense(group, whole, target, capless | {"reduction": reduction}, rtol=1e-11 if level else 1e-12)
+        assert_equals_dense(
+            group, whole, target, **(capless | {"reduction": reduction}), rtol=1e-11 if level else 1e-12
+        )
     equal = torch.full((6, PADDED), 3.0, dtype=torch.float64)
-    assert_equals_dense(group, equal, target, options | {"reduction": reduction})
+    assert_equals_dense(group, equal, target, **(options | {"reduction": reduction}))
 
 
 @pytest.mark.ranks(1, 2, 3)

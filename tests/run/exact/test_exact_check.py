@@ -183,12 +183,7 @@ def test_a_product_that_depends_on_where_its_factors_begin(group, monkeypatch):
             "8 heads 12 wide",
         ),
         ({}, False, "_written_out", "8 heads 8 wide with dropout"),
-        (
-            {"attention_dropout": 0.0, "attention_logit_softcap": 5.0},
-            False,
-            "_written_out",
-            "8 heads 8 wide",
-        ),
+        ({"attention_dropout": 0.0, "attention_logit_softcap": 5.0}, False, "_written_out", "8 heads 8 wide"),
     ],
 )
 def test_the_attention_that_runs_is_tried(group, description, packed, kernel, said, monkeypatch):

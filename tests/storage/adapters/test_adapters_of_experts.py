@@ -159,18 +159,11 @@ WRITTEN = (
     ("up", {}),
     (
         "names",
-        {
-            "target_modules": ("q_proj", "gate"),
-            "target_parameters": ("gate_up_proj",),
-            "layers_to_transform": (1,),
-        },
+        {"target_modules": ("q_proj", "gate"), "target_parameters": ("gate_up_proj",), "layers_to_transform": (1,)},
     ),
     (
         "only",
-        {
-            "target_modules": (),
-            "target_parameters": ("layers.1.mlp.experts.gate_up_proj", "down_proj", "gate.weight"),
-        },
+        {"target_modules": (), "target_parameters": ("layers.1.mlp.experts.gate_up_proj", "down_proj", "gate.weight")},
     ),
     ("all", {"target_modules": r".*layers\.1\..*(q|v)_proj", "target_parameters": ("gate.weight",)}),
 )

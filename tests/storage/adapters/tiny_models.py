@@ -18,10 +18,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 6, "moe_intermediate_size": 13, "shared_expert_intermediate_size": 11, "norm_topk_prob": True},
     ),
     "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 6, "intermediate_size": 13, "residual_multiplier": 0.5}),
-    "gpt_oss": (
-        "GptOssConfig",
-        {"num_local_experts": 6, "intermediate_size": 13, "sliding_window": 4},
-    ),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 6, "intermediate_size": 13, "sliding_window": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 6, "moe_intermediate_size": 13, "mlp_only_layers": [0]}),
     "glm4_moe": ("Glm4MoeConfig", {"n_routed_experts": 6, "moe_intermediate_size": 13, "norm_topk_prob": True}),
 }

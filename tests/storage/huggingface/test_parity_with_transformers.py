@@ -89,13 +89,7 @@ def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
 
 
 def check(
-    reference: Reference,
-    expected: dict[str, Tensor],
-    tp: int,
-    pp: int,
-    *,
-    ep: int = 1,
-    sequence_parallel: bool = False,
+    reference: Reference, expected: dict[str, Tensor], tp: int, pp: int, *, ep: int = 1, sequence_parallel: bool = False
 ) -> None:
     """Load the model at a layout, and compare logits, loss and gradients; at real tokens, where there is a mask."""
     groups = groups_of(tp, pp, ep)
@@ -106,11 +100,7 @@ def check(
     step.run(with_labels=False)
     step.run(with_labels=True)
     finalize_gradients_(
-        model,
-        tp_group=groups.tp,
-        dp_group=groups.dp,
-        embd_group=groups.embd,
-        expert_dp_group=groups.expert_dp,
+        model, tp_group=groups.tp, dp_group=groups.dp, embd_group=groups.embd, expert_dp_group=groups.expert_dp
     )
     assert bool(step.outputs) == model.post_process
     for name, value in step.outputs.items():

@@ -31,10 +31,7 @@ ONE_GROUP = {"num_query_groups": 1}
 # Of the one key several ranks hold copies, beside two queries or one: data-parallel ranks cut these at other rows.
 FIVE_HEADS = {"num_query_groups": 1, "num_heads": 5, "hidden_size": 20, "num_layers": 2}
 CASES = {
-    2: [
-        (ParallelSettings(fsdp=True), {}, {"micro_batch_size": 1}),
-        (ParallelSettings(fsdp=True), UNTIED_GPT, {}),
-    ],
+    2: [(ParallelSettings(fsdp=True), {}, {"micro_batch_size": 1}), (ParallelSettings(fsdp=True), UNTIED_GPT, {})],
     4: [
         (ParallelSettings(fsdp=True, tp=2, sequence_parallel=True), ONE_GROUP, {"micro_batch_size": 1}),
         (ParallelSettings(fsdp=True, pp=2), {}, {}),

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_close_to, gather_shards
 from models.experts.test_moe import MIXTRAL, build
 from models.model_checks import alone
@@ -48,8 +49,7 @@ def gpt(group, *, query_groups=HEADS, dtype=torch.float64, gated=True, **fields)
         gated_linear_unit=gated,
         activation_func=F.silu,
         params_dtype=dtype,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **NO_DROPOUT,
         **fields,
     )
     torch.manual_seed(3)

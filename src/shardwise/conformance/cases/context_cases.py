@@ -17,13 +17,7 @@ from shardwise.conformance.dense import (
     weights_of,
 )
 from shardwise.conformance.dense_checks import check_clipping, check_experts, check_state_is_split, check_steps
-from shardwise.conformance.dense_comparison import (
-    assert_all_close,
-    assert_close,
-    assert_same_on_ranks,
-    joined,
-    numbers,
-)
+from shardwise.conformance.dense_comparison import assert_all_close, assert_close, assert_same_on_ranks, joined, numbers
 from shardwise.conformance.dense_experts import DenseExperts, ExpertSizes
 from shardwise.conformance.dense_latent import Latent
 from shardwise.core.topology import Groups

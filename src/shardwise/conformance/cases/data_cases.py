@@ -7,15 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.conformance.case import case
-from shardwise.conformance.dense import (
-    Batch,
-    Sizes,
-    backward_of_mean,
-    batch,
-    dense_model,
-    gradients_of,
-    weights_of,
-)
+from shardwise.conformance.dense import Batch, Sizes, backward_of_mean, batch, dense_model, gradients_of, weights_of
 from shardwise.conformance.dense_checks import check_state_is_split, check_steps
 from shardwise.conformance.dense_comparison import assert_all_close, assert_close, assert_same_on_ranks, numbers
 from shardwise.core.topology import Groups

@@ -19,11 +19,7 @@ _JOINED = {
     ("down_bias",): "experts.down_bias",
 }
 """Tensors whose rows follow each other in each expert."""
-_TRANSPOSED = {
-    "down": "experts.down",
-    "outer_a": "experts.lora.down.lora_A",
-    "outer_b": "experts.lora.down.lora_B",
-}
+_TRANSPOSED = {"down": "experts.down", "outer_a": "experts.lora.down.lora_A", "outer_b": "experts.lora.down.lora_B"}
 
 
 def to_engine(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -150,11 +150,7 @@ def reduce_scatter_sequence(tensor: Tensor, groups: Groups) -> Tensor:
 
 def finalize_gradients(module: nn.Module, groups: Groups) -> None:
     finalize_gradients_(
-        module,
-        tp_group=groups.tp,
-        dp_group=groups.dp,
-        embd_group=groups.embd,
-        expert_dp_group=groups.expert_dp,
+        module, tp_group=groups.tp, dp_group=groups.dp, embd_group=groups.embd, expert_dp_group=groups.expert_dp
     )
 
 

@@ -106,12 +106,7 @@ def language_model(
 
 
 def context_model(
-    sizes: Sizes,
-    weights: dict[str, Tensor],
-    groups: Groups,
-    *,
-    sequence_parallel: bool = False,
-    by_heads: bool = False,
+    sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False, by_heads: bool = False
 ) -> nn.Module:
     way = "a2a" if by_heads else "all_gather"
     model = gpt(sizes, weights, groups, config_of(sizes, sequence_parallel=sequence_parallel, cp_comm_type=way))

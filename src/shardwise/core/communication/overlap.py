@@ -50,12 +50,7 @@ class OverlapMethod(NamedTuple):
 
 
 def choose_overlap(
-    pass_: Pass,
-    *,
-    group: ProcessGroup,
-    device: torch.device,
-    even: bool = True,
-    has_bias: bool = False,
+    pass_: Pass, *, group: ProcessGroup, device: torch.device, even: bool = True, has_bias: bool = False
 ) -> OverlapMethod:
     """Choose the implementation of an overlapped product. The first call for a device is collective.
 

@@ -221,11 +221,7 @@ def _environment(mark: Callable[[str], str]) -> LimitedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        _MARK: mark,
-    }
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, _MARK: mark}
     return environment
 
 

@@ -45,9 +45,7 @@ from shardwise.storage.checkpoint.comparing import StoredCheckpoint
 from shardwise.storage.checkpoint.folder import held_latest
 
 __getattr__ = absent_names(
-    "dist_checkpointing.core",
-    "dist_checkpointing.serialization",
-    "dist_checkpointing.validation",
+    "dist_checkpointing.core", "dist_checkpointing.serialization", "dist_checkpointing.validation"
 )
 
 _COMMON, _CONTENT = "common", "content_metadata"

@@ -43,6 +43,5 @@ def SplitAlongDim(mixed_x_layer: Tensor, split_dim: int, split_size_or_sections:
 
 
 offer(
-    globals(),
-    "TEColumnParallelLinear TEDotProductAttention TELayerNormColumnParallelLinear TENorm TERowParallelLinear",
+    globals(), "TEColumnParallelLinear TEDotProductAttention TELayerNormColumnParallelLinear TENorm TERowParallelLinear"
 )

@@ -188,10 +188,7 @@ class Router(ShardedModule):
             self.selection_bias = torch.zeros_like(self.selection_bias, device=self.weight.device)
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
         """Like ``ShardedModule.sharded_state_dict``, with the bias of the choice."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)

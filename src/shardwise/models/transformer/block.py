@@ -155,10 +155,7 @@ class TransformerBlock(HiddenToHidden):
         return hidden
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
         """Like ``ShardedModule.sharded_state_dict``; names contain the layer's number in the whole model, from 0.
 

@@ -148,11 +148,7 @@ class MLP(GroupModule):
             **arguments,
         )
         self.linear_fc2 = RowLinear(
-            width,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init=config.output_layer_init_method,
-            **arguments,
+            width, config.hidden_size, bias=config.add_bias_linear, init=config.output_layer_init_method, **arguments
         )
 
     @property

@@ -47,13 +47,7 @@ from shardwise.kernels.host_memory import empty_in_huge_pages
 from shardwise.kernels.loss_reference import compute_dtype, finite
 from shardwise.kernels.products import add_product_, main_grad_of, placeholder
 from shardwise.nn.arithmetic import arithmetic_of
-from shardwise.nn.loss.linear_head import (
-    Head,
-    LocalLogitsLoss,
-    check_layouts,
-    finished_hidden_gradient,
-    times_rows,
-)
+from shardwise.nn.loss.linear_head import Head, LocalLogitsLoss, check_layouts, finished_hidden_gradient, times_rows
 from shardwise.nn.loss.options import LossChecks, LossOptions, Reduction
 from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_between, columns_of, vocab_ranges
 

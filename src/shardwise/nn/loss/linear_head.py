@@ -93,13 +93,7 @@ class Head:
         return all_gather_async(own.unsqueeze(0), group=self.group, dim=0)
 
     def combined(
-        self,
-        every: Tensor,
-        target: Tensor,
-        ignored: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        self, every: Tensor, target: Tensor, ignored: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Combined:
         """Compute the loss and the numbers of its gradient from every rank's statistics."""
 

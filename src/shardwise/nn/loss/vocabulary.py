@@ -265,12 +265,7 @@ class _VocabParallelTopk(Function):
 
 
 def vocab_parallel_topk(
-    logits: Tensor,
-    k: int,
-    *,
-    group: ProcessGroup,
-    vocab_size: int,
-    padded_vocab_size: int | None = None,
+    logits: Tensor, k: int, *, group: ProcessGroup, vocab_size: int, padded_vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the ``k`` largest logits of each token and their ids, largest first, the smaller id first if equal.
 
@@ -297,11 +292,7 @@ def vocab_parallel_topk(
 
 
 def vocab_parallel_argmax(
-    logits: Tensor,
-    *,
-    group: ProcessGroup,
-    vocab_size: int,
-    padded_vocab_size: int | None = None,
+    logits: Tensor, *, group: ProcessGroup, vocab_size: int, padded_vocab_size: int | None = None
 ) -> Tensor:
     """Return the id of each token's largest logit, the smallest id if several are equal; NaN counts as the largest.
 

@@ -8,15 +8,7 @@ from typing import Annotated, Literal
 
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.errors import DivergenceError
-from shardwise.data import (
-    ExampleEncoder,
-    HeldOut,
-    SampleRows,
-    TokenStream,
-    WindowRows,
-    example_of,
-    read_by_form,
-)
+from shardwise.data import ExampleEncoder, HeldOut, SampleRows, TokenStream, WindowRows, example_of, read_by_form
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import counted
 from shardwise.data.reading import corpus_of
@@ -122,11 +114,7 @@ def evaluate(
         if not math.isfinite(nats):
             raise DivergenceError(f"the loss on {name} is {nats}: the model's weights have diverged")
         loss = nats / num_labels
-        metrics = {
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700)),
-            "bits per byte": held_out.bits_per_byte(nats),
-        }
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700)), "bits per byte": held_out.bits_per_byte(nats)}
         if ranks.is_first:
             settings = {"data": as_tuple(data), "sequence_length": opened.sequence_length(sequence_length)}
             track_evaluation(track, checkpoint, settings, metrics)

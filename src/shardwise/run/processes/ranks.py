@@ -339,13 +339,7 @@ def ranks_of_host(store: Any, rank: int, world_size: int) -> Sequence[int]:
 
 
 def join(
-    store: Any,
-    device: torch.device,
-    rank: int,
-    world_size: int,
-    *,
-    on_host: Sequence[int],
-    timeout: datetime.timedelta,
+    store: Any, device: torch.device, rank: int, world_size: int, *, on_host: Sequence[int], timeout: datetime.timedelta
 ) -> None:
     """Call ``init_process_group``, over the interface that reaches the other hosts.
 

@@ -11,16 +11,7 @@ import tyro
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings.run_settings import RunSettings
-from shardwise.training.bounds import (
-    PROBABILITY,
-    SEQUENCE,
-    STEPS,
-    Checked,
-    Folder,
-    Range,
-    refuse,
-    require,
-)
+from shardwise.training.bounds import PROBABILITY, SEQUENCE, STEPS, Checked, Folder, Range, refuse, require
 from shardwise.training.step_settings import DECAY, RATE, OptimizerSettings, TrainingSettings
 
 if TYPE_CHECKING:

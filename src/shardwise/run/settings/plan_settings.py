@@ -8,12 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from shardwise.run.settings.finetune_settings import (
-    FINETUNE_BATCH,
-    DpoSettings,
-    FinetuneSettings,
-    LoraSettings,
-)
+from shardwise.run.settings.finetune_settings import FINETUNE_BATCH, DpoSettings, FinetuneSettings, LoraSettings
 from shardwise.run.settings.run_settings import ModelSettings, RunSettings
 from shardwise.training.bounds import BATCH, DEFAULT_SEQUENCE, SEQUENCE
 from shardwise.training.step_settings import TrainingSettings

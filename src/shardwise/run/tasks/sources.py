@@ -81,11 +81,7 @@ def prepare_sources(settings: RunSettings, tokenizer: Tokenizer, prepare: Callab
 
 
 def _blended(
-    names: Sequence[str],
-    parts: Sequence[TaskData],
-    weights: Sequence[float] | None,
-    wanted: int,
-    measured_apart: bool,
+    names: Sequence[str], parts: Sequence[TaskData], weights: Sequence[float] | None, wanted: int, measured_apart: bool
 ) -> TaskData:
     """Blend sources; without weights, in proportion to their samples. The sources have one held-out set or each one."""
     total = sum(len(part.train) for part in parts)

@@ -265,9 +265,7 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
     table = architecture.table
     return [
         BaseParameter(
-            *owners[id(shard.data)],
-            shard.layout,
-            compose(table, key, shard.layout.global_shape, model.config),
+            *owners[id(shard.data)], shard.layout, compose(table, key, shard.layout.global_shape, model.config)
         )
         for key, shard in model.sharded_state_dict().items()
         if id(shard.data) in owners

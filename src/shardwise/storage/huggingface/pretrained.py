@@ -166,8 +166,7 @@ def config_to_json(
     # The closest architectures have experts if the model has, and the shortest reasons.
     has_experts = description.experts is not None
     closest = sorted(
-        attempts,
-        key=lambda name: (isinstance(ARCHITECTURES[name], WithExperts) != has_experts, len(attempts[name])),
+        attempts, key=lambda name: (isinstance(ARCHITECTURES[name], WithExperts) != has_experts, len(attempts[name]))
     )
     reasons = "; ".join(f"{name}: {attempts[name]}" for name in closest[:_NUM_REASONS])
     others = f"; nor as {', '.join(closest[_NUM_REASONS:])}" if len(closest) > _NUM_REASONS else ""

@@ -25,14 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.core.communication.agreement import check_same
 from shardwise.core.communication.collectives import all_reduce_async, reduce_scatter_async
 from shardwise.core.errors import ConfigError
-from shardwise.training.gradients.base import (
-    Bucket,
-    BucketSize,
-    Gradients,
-    make_buckets,
-    trained_by_dtype,
-    weak_hook,
-)
+from shardwise.training.gradients.base import Bucket, BucketSize, Gradients, make_buckets, trained_by_dtype, weak_hook
 
 
 @dataclass(eq=False)

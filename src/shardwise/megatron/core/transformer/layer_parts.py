@@ -474,7 +474,4 @@ def _cos_and_sin(angles: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-offer(
-    globals(),
-    "WrappedTorchLayerNorm WrappedTorchNorm bias_dropout_add_fused_inference bias_dropout_add_fused_train",
-)
+offer(globals(), "WrappedTorchLayerNorm WrappedTorchNorm bias_dropout_add_fused_inference bias_dropout_add_fused_train")

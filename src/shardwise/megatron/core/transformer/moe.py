@@ -468,9 +468,6 @@ def _rename_(state_dict: Any, prefix: str, before: str, after: str) -> None:
 
 
 __getattr__ = absent_names(
-    "transformer.moe.moe_layer",
-    "transformer.moe.experts",
-    "transformer.moe.router",
-    implemented={"Router": TopKRouter},
+    "transformer.moe.moe_layer", "transformer.moe.experts", "transformer.moe.router", implemented={"Router": TopKRouter}
 )
 offer(globals())

@@ -114,10 +114,7 @@ class _DeepseekV2(AfterDenseLayers):
         return {**super().write_experts(experts, model), "topk_method": method}
 
 
-_V2_SETTINGS = {
-    **decoder_settings(vocab_size=102400),
-    "attention_bias": Setting("attention_bias", False),
-}
+_V2_SETTINGS = {**decoder_settings(vocab_size=102400), "attention_bias": Setting("attention_bias", False)}
 _V2 = _Latent(model_type="deepseek_v2", classes=(), settings=_V2_SETTINGS)
 DEEPSEEK_V2 = _DeepseekV2(
     **tied_of(_V2),

@@ -12,11 +12,7 @@ from typing import Any
 from shardwise.core.errors import ConfigError
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.mlp import gelu_tanh
-from shardwise.storage.huggingface.architectures.architecture import (
-    ActivationSetting,
-    Architecture,
-    Setting,
-)
+from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv, whole
 

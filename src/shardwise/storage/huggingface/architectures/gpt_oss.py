@@ -8,12 +8,7 @@ from typing import Any
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import ClampedGate, Experts
 from shardwise.storage.huggingface.architectures.architecture import Setting
-from shardwise.storage.huggingface.architectures.llama import (
-    LLAMA,
-    TABLE,
-    Windowed,
-    decoder_settings,
-)
+from shardwise.storage.huggingface.architectures.llama import LLAMA, TABLE, Windowed, decoder_settings
 from shardwise.storage.huggingface.architectures.mixtures import WithExperts, tied_of
 from shardwise.storage.huggingface.fields import Fields, read_rope
 from shardwise.storage.huggingface.mapping import Table, joint_experts, whole

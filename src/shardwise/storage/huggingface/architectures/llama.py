@@ -13,11 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shardwise.models.config import ModelConfig
-from shardwise.storage.huggingface.architectures.architecture import (
-    ActivationSetting,
-    Architecture,
-    Setting,
-)
+from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Architecture, Setting
 from shardwise.storage.huggingface.fields import Fields, read_rope, read_rope_by_kind, rope_json, rope_json_by_kind
 from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv, stacked, whole
 

@@ -58,11 +58,7 @@ MINISTRAL3 = _Ministral3(
     model_type="ministral3",
     classes=("Ministral3ForCausalLM", "Ministral3Model"),
     settings=decoder_settings(
-        vocab_size=131072,
-        ffn_hidden_size=14336,
-        num_layers=34,
-        max_sequence_length=262144,
-        layernorm_epsilon=1e-5,
+        vocab_size=131072, ffn_hidden_size=14336, num_layers=34, max_sequence_length=262144, layernorm_epsilon=1e-5
     ),
     num_key_value_heads=8,
     head_dim=128,
