@@ -165,7 +165,9 @@ def test_a_long_prompt_is_read_from_its_end(run, capsys):
         (["--topk", "3"], "unknown flag --topk; did you mean --top-k?"),
         (["--tp", "3"], "2 attention heads cannot be split over 3 ranks; use --nproc 2 or less"),
         (["--tp", "2", "--nproc", "1"], "--tp 2 is not the number of ranks, 1"),
-        (["--pp", "2"], "--pp is 2, but this command has no pipeline stages"),
+        (["--pp", "3"], "2 layers cannot be split over --pp 3 stages; use 2 or fewer"),
+        (["--pp", "2", "--nproc", "3"], "--pp 2 does not divide the 3 ranks; start a multiple of it"),
+        (["--pp", "2", "--tp", "2", "--nproc", "2"], "--tp 2 times --pp 2 is not the number of ranks, 2"),
     ],
 )
 def test_flags_that_cannot_be(run, flags, message):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from cli.test_generate import Run
-from run.run_processes import run_command
+from run.run_processes import run_command, run_commands
 
 from shardwise.cli.main import run_subcommand
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.models.generation import Sampling
+from shardwise.models.generation import BatchEngine, Sampling
 from shardwise.run import generate_many, score
 
 generate, measure = partial(run_subcommand, "generate"), partial(run_subcommand, "score")
@@ -263,12 +265,38 @@ def test_a_prompt_is_not_measured_as_if_it_were_not_there(run):
 
 
 @pytest.mark.slow
-def test_the_same_texts_on_two_ranks(run, tmp_path):
+@pytest.mark.parametrize("layout", [("--nproc", "2"), ("--pp", "2")], ids=["tp 2", "pp 2"])
+def test_the_same_texts_on_two_ranks(run, tmp_path, layout):
     (tmp_path / "prompts.txt").write_text("größe\ndef f(\nx\n")
-    arguments = ["--prompts", tmp_path / "prompts.txt", "--max-new-tokens", "20", "--nproc", "2"]
+    arguments = ["--prompts", tmp_path / "prompts.txt", "--max-new-tokens", "20", *layout]
     output, _ = run_command(tmp_path, 2, "generate", run.folder, *arguments)
     assert output == "\n".join(run.text(prompt, 20, TOP_50) for prompt in ("größe", "def f(", "x"))
-    assert torch.get_num_threads() > 0
+    # One prompt grows on the screen.
+    output, _ = run_command(tmp_path, 2, "generate", run.folder, "--prompt", "x", "--max-new-tokens", "20", *layout)
+    assert output == run.text("x", 20, TOP_50)
+
+
+def die_at_the_tenth_step():
+    steps, right = itertools.count(), BatchEngine.step
+
+    def step(engine):
+        if os.environ["RANK"] == "1" and next(steps) == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return right(engine)
+
+    BatchEngine.step = step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("--nproc", "2"), ("--pp", "2")], ids=["tp 2", "pp 2"])
+def test_what_is_finished_is_kept_if_a_rank_dies(run, tmp_path, layout):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "max_new_tokens": 2}\n')
+    command = ("generate", run.folder, "--prompts", tmp_path / "prompts.jsonl", "--json", "--max-new-tokens", "20")
+    first, second = run_commands(tmp_path, [(*command, *layout)] * 2, changed=die_at_the_tenth_step)
+    assert second[0] == -signal.SIGKILL
+    assert first[0] == 1
+    assert [json.loads(line)["prompt"] for line in first[1].splitlines()] == [1]
+    assert "ended" in first[2]
 
 
 @pytest.mark.slow
@@ -278,6 +306,8 @@ def test_exact_log_probabilities_on_two_ranks_and_on_one(tmp_path):
     (tmp_path / "prompts.txt").write_text("3 things: grass\nWhat\nsnow and coal\n")
     flags = ("--prompts", tmp_path / "prompts.txt", "--max-new-tokens", "9", "--json", "--log-probs", "0")
     output, _ = run_command(tmp_path, 2, "generate", folder, *flags, *exact)
+    staged, _ = run_command(tmp_path, 2, "generate", folder, *flags, *exact, "--pp", "2")
+    assert sorted(staged.splitlines()) == sorted(output.splitlines())
     (tmp_path / "texts.jsonl").write_text(output)
     scored, notes = run_command(tmp_path, 1, "score", folder, "--texts", tmp_path / "texts.jsonl", *exact)
     assert "layers: those of training, exact" in notes

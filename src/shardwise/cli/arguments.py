@@ -111,12 +111,12 @@ class LaunchArguments(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitArguments(LaunchArguments):
-    """Arguments of the commands whose ranks only split the layers of one model.
+    """Arguments of the commands whose ranks only split one model.
 
     Attributes:
-        tp: number of ranks that split each layer; all ranks if not given.
-        pp: number of pipeline stages; this command supports only one.
-        nproc: ranks to start on this machine; as many as tp if not given.
+        tp: number of ranks that split each layer; all ranks of a stage if not given.
+        pp: number of pipeline stages, which split the layers; more than one only to generate and to score.
+        nproc: ranks to start on this machine; tp times pp if not given.
         timeout: seconds that a rank waits for another rank, before all ranks end with an error that names it.
     """
 
@@ -124,23 +124,27 @@ class SplitArguments(LaunchArguments):
     pp: Annotated[int, RANKS, tyro.conf.arg(aliases=("--parallel.pp",))] = 1
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
 
+    has_stages: ClassVar = False
+
     def _check_together(self) -> None:
-        if self.pp > 1:
+        if self.pp > 1 and not self.has_stages:
             raise ConfigError(f"--pp is {self.pp}, but this command has no pipeline stages; split the layers with --tp")
 
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments of the function of ``shardwise.run``: all fields but those of the launch."""
-        names = {field.name for field in dataclasses.fields(self)} - {"debug", "nproc", "tp", "pp"}
+        names = {field.name for field in dataclasses.fields(self)} - {"debug", "nproc", "tp"}
+        names -= set() if self.has_stages else {"pp"}
         return {name: getattr(self, name) for name in names}
 
     @property
     def num_ranks(self) -> int:
-        return self.tp or 1
+        return (self.tp or 1) * self.pp
 
     def check_world(self, world_size: int) -> None:
-        if self.tp not in (None, world_size):
+        if self.tp is not None and self.num_ranks != world_size:
+            product = f"--tp {self.tp}" if self.pp == 1 else f"--tp {self.tp} times --pp {self.pp}"
             raise ConfigError(
-                f"--tp {self.tp} is not the number of ranks, {world_size}, and all of them split the layers; leave "
+                f"{product} is not the number of ranks, {world_size}, and all of them split the layers; leave "
                 "--tp or --nproc out"
             )
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -73,6 +73,7 @@ class ExactArguments(SplitArguments):
 
     exact: bool = False
     exact_parts: Annotated[int, PARTS] = DEFAULT_PARTS
+    has_stages: ClassVar = True
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -116,6 +117,7 @@ class GeneratingArguments(ModelArguments):
     seed: Annotated[int, SEED] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     layers: Literal["auto", "training", "inference", "fused"] = "auto"
+    has_stages: ClassVar = True
 
     def request(self) -> "SamplingRequest":
         """Return the requested sampling. The import is here because PyTorch takes seconds to load."""
@@ -182,12 +184,11 @@ class GenerateArguments(ExactArguments, GeneratingArguments):
         from shardwise.run.commands.text_generation import open_causal, open_prompt
 
         if not self.is_one:
-            open_causal(self.checkpoint, self.adapter, world_size)
+            open_causal(self.checkpoint, self.adapter, world_size, self.pp)
             return
         prompt, special = "".join(self.prompt), self.special_tokens
-        open_prompt(
-            self.checkpoint, self.adapter, prompt, self.request(), special_tokens=special, world_size=world_size
-        )
+        sizes = {"world_size": world_size, "pp": self.pp}
+        open_prompt(self.checkpoint, self.adapter, prompt, self.request(), special_tokens=special, **sizes)
 
     def work(self) -> None:
         from shardwise.cli import reporting
@@ -276,7 +277,7 @@ class ScoreArguments(ExactArguments, ModelArguments):
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.text_generation import open_causal
 
-        open_causal(self.checkpoint, self.adapter, world_size)
+        open_causal(self.checkpoint, self.adapter, world_size, self.pp)
 
     def work(self) -> None:
         from shardwise.cli import reporting
@@ -307,7 +308,7 @@ class ChatArguments(GeneratingArguments):
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.text_generation import open_chat
 
-        open_chat(self.checkpoint, self.adapter, self.request(), world_size)
+        open_chat(self.checkpoint, self.adapter, self.request(), world_size, self.pp)
 
     def work(self) -> None:
         from shardwise.cli import reporting

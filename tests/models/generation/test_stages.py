@@ -30,7 +30,7 @@ def stage_of(case: str, topology: Topology, **options: object) -> GPT:
     kind, more = CASES[case]
     fields, arguments = KINDS[kind]
     pp = topology.group("pp")
-    options |= {"pipeline_model_parallel_size": pp.size(), "params_dtype": torch.float64}
+    options = {"pipeline_model_parallel_size": pp.size(), "params_dtype": torch.float64} | options
     torch.manual_seed(1)
     place = {"pre_process": pp.rank() == 0, "post_process": pp.rank() == pp.size() - 1}
     config = ModelConfig(**(fields | PLAIN | more | options))

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models.generation.test_stages import stage_of
 from run.exact.test_exact_check import model_of
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Topology
 from shardwise.exact.products import ExactProducts
 from shardwise.models.transformer.attention_kernels import _FromStart
 from shardwise.nn import arithmetic_of
@@ -47,4 +49,20 @@ def test_a_text_in_pieces_is_compared_with_the_whole(group, monkeypatch):
 
     monkeypatch.setattr(_FromStart, "attend", attend)
     with pytest.raises(ConfigError, match=r"log-probabilities of a text that is read in pieces have other bits"):
+        try_generation_(model, ranks)
+
+
+@pytest.mark.ranks(2)
+def test_what_one_stage_finds_is_raised_on_all(group, monkeypatch):
+    model, ranks = (
+        stage_of("llama", Topology.create(pp=2, etp=1), exact_parts=2, params_dtype=torch.float32),
+        SimpleNamespace(device=torch.device("cpu"), control=group),
+    )
+    try_generation_(model, ranks)
+    right = _FromStart.attend
+    if group.rank() == 0:
+        monkeypatch.setattr(
+            _FromStart, "attend", lambda self, call: right(self, call) * (1 + 2**-20 * (call.query.size(2) == 1))
+        )
+    with pytest.raises(ConfigError, match=r"hidden states of a text that is read in pieces have other bits"):
         try_generation_(model, ranks)

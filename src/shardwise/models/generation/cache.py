@@ -300,7 +300,10 @@ def inference_view(model: M, *, fused: bool) -> M:
     """
     if fused and model.groups.num_stages > 1:
         # On every stage, before the block of one of them refuses.
-        raise ConfigError("fused layers need the whole model on each rank, and this is one of several pipeline stages")
+        raise ConfigError(
+            "fused layers need the whole model on each rank, and this is one of several pipeline stages; take layers "
+            "'auto', or no stages"
+        )
     return with_block(model, InferenceBlock.of(model.decoder, fused=fused))
 
 

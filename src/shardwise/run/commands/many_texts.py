@@ -26,6 +26,7 @@ from shardwise.training.bounds import (
     DIFFERENCE,
     PARTS,
     PENALTY,
+    RANKS,
     SEED,
     SEQUENCE,
     SHARE,
@@ -143,6 +144,7 @@ def generate_many(
     layers: Literal["auto", "training", "inference", "fused"] = "auto",
     exact: bool = False,
     exact_parts: Annotated[int, PARTS] = DEFAULT_PARTS,
+    pp: Annotated[int, RANKS] = 1,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_sample: Callable[[Sample], object] | None = None,
     on_note: Callable[[str], object] | None = None,
@@ -178,7 +180,7 @@ def generate_many(
     given = SamplingRequest(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty)
     stops = checked_stops(stop)
     with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
-        opened, tokenizer = agree(lambda: open_causal(checkpoint, adapter, ranks.world_size), group=ranks.control)
+        opened, tokenizer = agree(lambda: open_causal(checkpoint, adapter, ranks.world_size, pp), group=ranks.control)
         defaults = opened.generation_defaults()
         found: list[Sample] = []
 
@@ -212,7 +214,7 @@ def generate_many(
                     _stopping(text),
                 )
                 asked.append(_Asked(request, text, prompt.text, number, index, where))
-        model = _load(opened, ranks, layers, exact_parts if exact else None, notes, on_note)
+        model = _load(opened, ranks, layers, exact_parts if exact else None, pp, notes, on_note)
 
         def finish(index: int, result: Generated) -> None:
             own = asked[index]
@@ -259,6 +261,7 @@ def score(
     layers: Literal["auto", "training", "inference", "fused"] = "auto",
     exact: bool = False,
     exact_parts: Annotated[int, PARTS] = DEFAULT_PARTS,
+    pp: Annotated[int, RANKS] = 1,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_score: Callable[[Score], object] | None = None,
     on_note: Callable[[str], object] | None = None,
@@ -283,7 +286,7 @@ def score(
         DataError: see ``generate``; or the texts cannot be read.
     """
     with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
-        opened, tokenizer = agree(lambda: open_causal(checkpoint, adapter, ranks.world_size), group=ranks.control)
+        opened, tokenizer = agree(lambda: open_causal(checkpoint, adapter, ranks.world_size, pp), group=ranks.control)
         found: list[Score] = []
 
         def done(measured: Score) -> None:
@@ -299,7 +302,7 @@ def score(
                 continue
             request = Request(ids, 0, prompt_log_probs=top_log_probs, temperature=temperature)
             requests.append((request, first, number, where))
-        model = _load(opened, ranks, layers, exact_parts if exact else None, {}, on_note)
+        model = _load(opened, ranks, layers, exact_parts if exact else None, pp, {}, on_note)
 
         def finish(index: int, result: Generated) -> None:
             request, first, number, _ = requests[index]
@@ -332,10 +335,11 @@ def _load(
     ranks: Ranks,
     layers: Literal["auto", "training", "inference", "fused"],
     exact_parts: int | None,
+    pp: int,
     notes: Mapping[str, None],
     on_note: Callable[[str], object] | None,
 ) -> CausalModel:
-    model, kind = load_to_generate(opened, ranks, layers, exact_parts)
+    model, kind = load_to_generate(opened, ranks, layers, exact_parts, pp)
     for line in (*notes, f"layers: {kind}"):
         ranks.on_first(on_note)(line)
     return model

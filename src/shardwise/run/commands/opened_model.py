@@ -91,12 +91,15 @@ class OpenCheckpoint:
         beside = None if self.adapter is None else ChatTemplate.load(self.adapter)
         return beside or ChatTemplate.load(self.folder)
 
-    def load_model(self, ranks: Ranks, *, exact_parts: int | None = None) -> Model:
+    def load_model(self, ranks: Ranks, *, exact_parts: int | None = None, pp: int = 1) -> Model:
         """Load the model and its adapters, if any, split over all ranks; every rank calls.
 
-        ``exact_parts`` makes it exact (``ModelConfig.exact_parts``).
+        Args:
+            ranks: the ranks.
+            exact_parts: makes it exact (``ModelConfig.exact_parts``), if not None.
+            pp: number of pipeline stages; the ranks of each split its layers.
         """
-        model = self._load_weights(ranks, exact_parts)
+        model = self._load_weights(ranks, exact_parts, pp)
         if self.adapter is not None:
             if self.config is not None:
                 architecture = self.config.architecture
@@ -110,25 +113,26 @@ class OpenCheckpoint:
             load_adapter_(model, self.adapter, architecture)
         return model
 
-    def _load_weights(self, ranks: Ranks, exact_parts: int | None) -> Model:
-        groups = Groups(tp=ranks.world)
-        exact: dict[str, Any] = {} if exact_parts is None else {"exact_parts": exact_parts}
+    def _load_weights(self, ranks: Ranks, exact_parts: int | None, pp: int) -> Model:
+        tp = ranks.world_size // pp
+        settings: dict[str, Any] = {"pipeline_model_parallel_size": pp}
+        groups = Groups(tp=ranks.world) if pp == 1 else Groups.of(Topology.create(tp=tp, pp=pp))
         if exact_parts is not None:
             # Exact arithmetic is that of a group, and has whole experts.
-            groups = Groups.of(Topology.create(tp=ranks.world_size, etp=1))
+            groups, settings["exact_parts"] = Groups.of(Topology.create(tp=tp, pp=pp, etp=1)), exact_parts
         if self.source is not None:
-            loaded = huggingface.load_pretrained(self.source, groups=groups, device=ranks.device, **exact)
+            loaded = huggingface.load_pretrained(self.source, groups=groups, device=ranks.device, **settings)
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # Compare the sizes in the settings with the tensors before allocating memory by these sizes.
         agree(self._check_sizes, group=ranks.control)
-        outline = self._build_model(groups, torch.device("meta"), exact)
+        outline = self._build_model(groups, torch.device("meta"), settings)
         shapes = sharded_state_dict(outline, "model.", group=groups.tp)
         # A run with fp32 copies of its weights saves the copies.
         agree(
             lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes, convert=True), group=ranks.control
         )
-        model = self._build_model(groups, ranks.device, exact)
+        model = self._build_model(groups, ranks.device, settings)
         checkpoint.load(
             self.folder,
             sharded_state_dict(model, "model.", group=groups.tp),
@@ -152,9 +156,9 @@ class OpenCheckpoint:
                 f"checkpoint {self.folder} has no tensor as wide as {width}, which its settings ask for"
             )
 
-    def _build_model(self, groups: Groups, device: torch.device, exact: Mapping[str, Any]) -> Model:
+    def _build_model(self, groups: Groups, device: torch.device, settings: Mapping[str, Any]) -> Model:
         config = huggingface.model_config(
-            self.description, params_dtype=self.dtype, perform_initialization=False, **exact
+            self.description, params_dtype=self.dtype, perform_initialization=False, **settings
         )
         return huggingface.build_model(config, groups=groups, device=device)
 
@@ -179,12 +183,22 @@ def as_tuple(paths: str | Sequence[str]) -> tuple[str, ...]:
     return (paths,) if isinstance(paths, str) else tuple(paths)
 
 
-def check_fits(description: ModelConfig, world_size: int) -> None:
-    """Raise ConfigError unless a model can be split over ``world_size`` ranks."""
-    heads = description.num_attention_heads
-    if world_size > heads:
+def check_fits(description: ModelConfig, world_size: int, pp: int = 1) -> None:
+    """Raise ConfigError unless a model can be split over ``world_size`` ranks, in ``pp`` pipeline stages."""
+    heads, layers = description.num_attention_heads, description.num_layers
+    if world_size % pp != 0:
+        raise ConfigError(f"--pp {pp} does not divide the {world_size} ranks; start a multiple of it with --nproc")
+    if pp > layers:
+        raise ConfigError(f"the model's {layers} layers cannot be split over --pp {pp} stages; use {layers} or fewer")
+    if pp > 1 and description.transformers_config is not None:
         raise ConfigError(
-            f"the model's {heads} attention heads cannot be split over {world_size} ranks; use --nproc {heads} or less"
+            f"the model is computed by transformers, because Shardwise has no table for it, and has no pipeline stages "
+            f"(--pp {pp}); split its layers with --tp"
+        )
+    if world_size // pp > heads:
+        raise ConfigError(
+            f"the model's {heads} attention heads cannot be split over {world_size // pp} ranks; use --nproc "
+            f"{heads * pp} or less"
         )
 
 

@@ -9,7 +9,7 @@ from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import ExampleEncoder, UnusableExampleError
 from shardwise.data.tokenizer import StoppableText, Tokenizer
-from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
+from shardwise.models.generation import PrefixCache, Request, generate as generate_ids, generate_all, on_layers
 from shardwise.models.generation.cache import CausalModel
 from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import (
@@ -29,6 +29,7 @@ from shardwise.training.bounds import (
     DIFFERENCE,
     PARTS,
     PENALTY,
+    RANKS,
     SEED,
     SHARE,
     STEPS,
@@ -112,20 +113,21 @@ def open_prompt(
     *,
     special_tokens: bool,
     world_size: int,
+    pp: int = 1,
 ) -> OpenPrompt:
     """Open a causal model and encode the prompt. Raises as ``generate``."""
-    opened, tokenizer = open_causal(checkpoint, adapter, world_size)
+    opened, tokenizer = open_causal(checkpoint, adapter, world_size, pp)
     encoded = tokenizer.encode(prompt, parse_special=special_tokens)
     prompt_ids = [*tokenizer.beginning, *encoded]
     return OpenPrompt(opened, tokenizer, prompt_ids, request.choose(opened, tokenizer, len(prompt_ids)))
 
 
 def open_causal(
-    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
+    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int, pp: int = 1
 ) -> tuple[OpenCheckpoint, Tokenizer]:
     """Open a causal model, without its tensors, and its tokenizer. Raises as ``generate``."""
     opened = open_model(checkpoint, adapter)
-    check_fits(opened.description, world_size)
+    check_fits(opened.description, world_size, pp)
     if opened.config is not None and opened.description.kind != "gpt":
         kind = opened.config.architecture.model_type
         raise ConfigError(f"{opened.folder} holds a {kind} model, which adds no tokens")
@@ -157,6 +159,7 @@ def generate(
     layers: Literal["auto", "training", "inference", "fused"] = "auto",
     exact: bool = False,
     exact_parts: Annotated[int, PARTS] = DEFAULT_PARTS,
+    pp: Annotated[int, RANKS] = 1,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_text: Callable[[str], object] | None = None,
     on_note: Callable[[str], object] | None = None,
@@ -187,6 +190,7 @@ def generate(
         layers: layers of training, layers of inference, or fused inference layers; see ``shardwise generate --help``.
         exact: compute with the bits of exact training (``shardwise train --exact``), at every number of ranks.
         exact_parts: with ``exact``, number of parts into which sums are cut; as in training.
+        pp: number of pipeline stages; the ranks of each split its layers.
         timeout: maximum wait for another rank, in seconds.
         on_text: callback on the first rank; receives the prompt, then each piece of text as it is generated, and last
             the remainder with a newline, even after an error.
@@ -205,11 +209,11 @@ def generate(
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
         task = agree(
             lambda: open_prompt(
-                checkpoint, adapter, prompt, request, special_tokens=special_tokens, world_size=ranks.world_size
+                checkpoint, adapter, prompt, request, special_tokens=special_tokens, world_size=ranks.world_size, pp=pp
             ),
             group=ranks.control,
         )
-        model, kind = load_to_generate(task.opened, ranks, layers, exact_parts if exact else None)
+        model, kind = load_to_generate(task.opened, ranks, layers, exact_parts if exact else None, pp)
         for line in (*task.notes(model.max_sequence_length), f"layers: {kind}"):
             note(line)
         show(prompt)
@@ -223,7 +227,8 @@ def load_to_generate(
     opened: OpenCheckpoint,
     ranks: Ranks,
     layers: Literal["auto", "training", "inference", "fused"],
-    exact_parts: int | None,
+    exact_parts: int | None = None,
+    pp: int = 1,
 ) -> tuple[CausalModel, str]:
     """Load a model, exact if ``exact_parts`` is given, and return it and its kind of layers; every rank calls.
 
@@ -231,12 +236,13 @@ def load_to_generate(
         ConfigError: the model does not support the layers, or has no exact form on so many ranks or on this device.
     """
     if exact_parts is None:
-        model = opened.load_model(ranks)
+        model = opened.load_model(ranks, pp=pp)
     else:
         description, dtype = opened.description, opened.dtype
-        agree(lambda: check_exact_generation(description, dtype, exact_parts, ranks.world_size), group=ranks.control)
+        sizes = ranks.world_size // pp, pp
+        agree(lambda: check_exact_generation(description, dtype, exact_parts, *sizes), group=ranks.control)
         use_deterministic_algorithms(ranks.device)
-        model = opened.load_model(ranks, exact_parts=exact_parts)
+        model = opened.load_model(ranks, exact_parts=exact_parts, pp=pp)
         assert isinstance(model, GPT)
         try_generation_(model, ranks)
     assert isinstance(model, CausalModel)
@@ -277,6 +283,10 @@ def write(
     try:
         # No time limit: the first rank may wait for a paused terminal, and the other ranks wait with it.
         with ranks.phase("generating"):
+            if isinstance(model, GPT) and model.groups.num_stages > 1:
+                context = prompt_ids[-model.max_sequence_length :]
+                request = Request(context, choice.max_new_tokens, choice.sampling, seed, eos_ids, on_token=add)
+                return generate_all(model, [request])[0].text_ids, text.text
             new_ids = generate_ids(
                 model,
                 prompt_ids,
@@ -304,10 +314,14 @@ class OpenChat:
 
 
 def open_chat(
-    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, request: SamplingRequest, world_size: int
+    checkpoint: str | PathLike[str],
+    adapter: str | PathLike[str] | None,
+    request: SamplingRequest,
+    world_size: int,
+    pp: int = 1,
 ) -> OpenChat:
     """Open a model, its tokenizer and its chat template. Raises as ``chat``."""
-    opened, tokenizer = open_causal(checkpoint, adapter, world_size)
+    opened, tokenizer = open_causal(checkpoint, adapter, world_size, pp)
     template = opened.chat_template()
     if template is None:
         raise DataError(
@@ -336,6 +350,7 @@ def chat(
     seed: Annotated[int, SEED] = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layers: Literal["auto", "training", "inference", "fused"] = "auto",
+    pp: Annotated[int, RANKS] = 1,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_text: Callable[[str], object] | None = None,
     on_note: Callable[[str], object] | None = None,
@@ -362,10 +377,8 @@ def chat(
     request = SamplingRequest(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty)
     with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
-        task = agree(lambda: open_chat(checkpoint, adapter, request, ranks.world_size), group=ranks.control)
-        model = task.opened.load_model(ranks)
-        assert isinstance(model, CausalModel)
-        model, kind = on_layers(model, layers)
+        task = agree(lambda: open_chat(checkpoint, adapter, request, ranks.world_size, pp), group=ranks.control)
+        model, kind = load_to_generate(task.opened, ranks, layers, pp=pp)
         note(f"layers: {kind}")
         notes, num_answers, prefix, left = set[str](), 0, PrefixCache(model), iter(turns)
         was_refused = False

@@ -37,10 +37,10 @@ _ENDS = (5, 6, 200, 201, 511, 512, 513, 520)
 
 
 def check_exact_generation(
-    description: ModelConfig, dtype: torch.dtype | None, exact_parts: int, world_size: int
+    description: ModelConfig, dtype: torch.dtype | None, exact_parts: int, tp: int, pp: int
 ) -> None:
     """Raise ConfigError, in the words of training, unless exact training has such a model on so many ranks."""
-    parallel = ParallelSettings(tp=world_size, exact=True, exact_parts=exact_parts)
+    parallel = ParallelSettings(tp=tp, pp=pp, exact=True, exact_parts=exact_parts)
     parallel.check_exact(1, None, TrainingSettings(dtype="float64" if dtype == torch.float64 else "float32"))
     if description.transformers_config is not None:
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_exact_generation(
             "used with --exact; leave it out"
         )
     if description.experts is not None:
-        parallel.check_experts(world_size, description.experts.num)
+        parallel.check_experts(tp * pp, description.experts.num)
 
 
 def try_generation_(model: GPT, ranks: Ranks) -> None:
@@ -77,11 +77,17 @@ def try_generation_(model: GPT, ranks: Ranks) -> None:
     agree(tried, group=ranks.control)
     _few_of(model).least = max(gather_objects(least[0], "rows of a product", group=ranks.control))
     found, expected = _of_pieces(model, run, length)
-    # The same on all ranks.
-    if not torch.equal(found, expected):
-        number = int((found != expected).sum())
-        text = f"{number} of {length} log-probabilities of a text that is read in pieces have other bits than those of"
-        refuse(run, [f"{text} the whole text"], "use")
+    what = "log-probabilities" if model.post_process else "hidden states"
+
+    def compare() -> None:
+        if not torch.equal(found, expected):
+            number = f"{int((found != expected).sum())} of {expected.numel()} {what}"
+            refuse(
+                run, [f"{number} of a text that is read in pieces have other bits than those of the whole text"], "use"
+            )
+
+    # Stages have other results.
+    agree(compare, group=ranks.control)
 
 
 def _few_of(model: GPT) -> FewRows:
@@ -121,14 +127,24 @@ def _differences(model: GPT, run: TrialRun, least: int) -> Iterator[str]:
 
 
 def _of_pieces(model: GPT, run: TrialRun, length: int) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of a text that is read in pieces, and those of the whole text."""
+    """Return what the model makes of a text that is read in pieces, and of the whole text.
+
+    These are the log-probabilities of its tokens, ``[s, 1]``, or the hidden states of a stage, ``[s, 1, h]``.
+    """
     assert model.vocab_size is not None
     ids = run.ids(model.vocab_size, 1, length + 1)
+    hidden = None if model.pre_process else run.numbers(length, 1, model.config.hidden_size).to(run.dtype)
     cache, start, found = PreallocatedCache.for_model(model, batch_size=1, capacity=length), 0, []
     with evaluation_mode(model):
         for stop in sorted({*(end for end in _ENDS if end < length), length}):
-            logits = model(ids[:, start:stop], torch.arange(start, stop, device=ids.device), cache=cache)
-            labels = ids[:, start + 1 : stop + 1].t().contiguous()
-            found.append(vocab_parallel_log_probs(logits, labels, group=model.tp_group, vocab_size=model.vocab_size))
+            model.set_input_tensor(None if hidden is None else hidden[start:stop])
+            output = model(ids[:, start:stop], torch.arange(start, stop, device=ids.device), cache=cache)
+            if model.post_process:
+                labels = ids[:, start + 1 : stop + 1].t().contiguous()
+                output = vocab_parallel_log_probs(output, labels, group=model.tp_group, vocab_size=model.vocab_size)
+            found.append(output)
             start = stop
-    return torch.cat(found).t(), sequence_log_probs(model, ids)
+        model.set_input_tensor(hidden)
+        whole = sequence_log_probs(model, ids).t() if model.post_process else model(ids[:, :-1])
+        model.set_input_tensor(None)
+    return torch.cat(found), whole
