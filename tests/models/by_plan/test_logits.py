@@ -22,7 +22,15 @@ from shardwise.core.sharded_state import gather_parameter
 from shardwise.models.by_plan import library
 from shardwise.models.by_plan.logits import SplitLogits
 from shardwise.models.by_plan.model import PlannedModel
-from shardwise.models.generation import Request, Sampling, generate, generate_all, sequence_log_probs
+from shardwise.models.generation import (
+    GREEDY,
+    PrefixCache,
+    Request,
+    Sampling,
+    generate,
+    generate_all,
+    sequence_log_probs,
+)
 from shardwise.models.recomputation import Recomputation
 from shardwise.nn import named_param_layouts
 from shardwise.training.gradients.finalize import finalize_gradients_
@@ -181,9 +189,10 @@ def test_a_forward_that_reads_logits_otherwise_has_whole_ones(group: ProcessGrou
     assert logits.is_split
 
 
-def own_model(group: ProcessGroup, **changes: Any) -> PlannedModel:
-    """A model with the same values at each call."""
-    config = transformers.ArceeConfig(**SIZES, architectures=["ArceeForCausalLM"]).to_dict()
+def own_model(group: ProcessGroup, kind: str = "Arcee", /, **changes: Any) -> PlannedModel:
+    """A model with the same values at each call; one of Mistral's has a window."""
+    sizes = SIZES | ({"sliding_window": 4} if kind == "Mistral" else {})
+    config = getattr(transformers, f"{kind}Config")(**sizes, architectures=[f"{kind}ForCausalLM"]).to_dict()
     model = PlannedModel(replace(library.describe(config), **changes), groups=Groups(tp=group))
     generator = torch.Generator().manual_seed(7 + group.rank())
     with torch.no_grad():
@@ -226,6 +235,25 @@ def test_the_engine_for_batches_continues_each_prompt(group: ProcessGroup) -> No
         values = torch.tensor([each.value for each in (*found.prompt_log_probs, *found.log_probs)])
         ids = torch.tensor([[*prompt, *expected]])
         torch.testing.assert_close(values, sequence_log_probs(model, ids)[0].to(values.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["Arcee", "Mistral"])
+def test_a_prompt_that_begins_as_the_last_text(group: ProcessGroup, kind: str) -> None:
+    """What the cache can keep is not read again: with a window only all of it, since the rest is forgotten."""
+    model, read = own_model(group, kind).double(), list[int]()
+    model.whole.register_forward_pre_hook(
+        lambda _, args, options: read.append(options["input_ids"].size(1)), with_kwargs=True
+    )
+    prefix = PrefixCache(model)
+    text = [1, 2, 3, 4, 5]
+    text += generate(model, text, max_new_tokens=3, sampling=GREEDY, prefix=prefix)
+    # The last token of the text was not read.
+    for prompt, kept in ([*text, 6], 7), ([1, 2, 3, 9, 9], 3 if kind == "Arcee" else 0), ([2, 3], 0):
+        read.clear()
+        found = generate(model, prompt, max_new_tokens=3, sampling=GREEDY, prefix=prefix)
+        assert read == [len(prompt) - kept, 1, 1]
+        assert found == generate(model, prompt, max_new_tokens=3, sampling=GREEDY)
 
 
 @pytest.mark.ranks(2)

@@ -50,6 +50,7 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+LONGCAT = {"num_layers": 1, "ffn_hidden_size": 22, "expert_ffn_hidden_size": 10, "zero_expert_num": 2, "moe_topk": 3}
 # Name of the model's classes, other sizes, and the number of ranks.
 MODELS = {
     "dense": ("Llama", {}, 3),
@@ -63,6 +64,7 @@ MODELS = {
     "experts": ("Qwen3Moe", {}, 3),
     # As wide as there are heads.
     "latent attention": ("DeepseekV2", LATENT | {"q_lora_rank": 6}, 3),
+    "experts that change nothing": ("LongcatFlash", LATENT | LONGCAT, 2),
 }
 
 

@@ -25,16 +25,17 @@ def test_the_smallest_number_of_rows_is_found(group, monkeypatch):
     assert few.least <= 32
     right = ExactProducts._linear
 
-    def other_below(number):
+    def other_between(first, stop):
         def multiply(self, rows, *arguments):
-            return right(self, rows, *arguments) * (2 if len(rows) < number else 1)
+            return right(self, rows, *arguments) * (2 if first <= len(rows) < stop else 1)
 
         monkeypatch.setattr(ExactProducts, "_linear", multiply)
 
-    other_below(16)
-    try_generation_(model, ranks)
-    assert few.least == 16
-    other_below(100)
+    for first in (1, 9):
+        other_between(first, 12)
+        try_generation_(model, ranks)
+        assert few.least == 16
+    other_between(1, 100)
     with pytest.raises(ConfigError, match=r"a product of 64 rows with a weight .* has other bits among 160"):
         try_generation_(model, ranks)
 
