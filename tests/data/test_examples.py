@@ -58,6 +58,8 @@ def test_instructions():
     with_input = example(alpaca | {"input": "You or I.", "system": "Be."})
     assert [each["content"] for each in with_input.completion] == ["Be.", "Who?\n\nYou or I.", "I."]
     assert example(alpaca | {"text": "whole"}).completion == "whole"
+    earlier = example(alpaca | {"history": [["You?", "No."]]})
+    assert [each["content"] for each in earlier.completion] == ["You?", "No.", "Who?", "I."]
 
 
 def test_calls_of_sharegpt():
@@ -70,6 +72,14 @@ def test_calls_of_sharegpt():
         assert made.completion[2] == {"role": "tool", "content": "dry"}
 
 
+def test_functions_of_openai():
+    """Calls and tools had these names first."""
+    call = {"name": "rain", "arguments": '{"place": "Ulm"}'}
+    made = example({"messages": [ASKED, SAID | {"function_call": call}], "functions": [{"name": "rain"}]})
+    assert made.completion[1] == SAID | {"tool_calls": [{"type": "function", "function": call}]}
+    assert made.tools == [{"type": "function", "function": {"name": "rain"}}]
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -78,6 +88,25 @@ def test_calls_of_sharegpt():
         ({"instruction": "x", "input": "\ud800", "output": "y"}, r"a lone surrogate \\ud800 in 'input'"),
         ({"messages": [ASKED, {"from": "function_call", "value": "rain()"}]}, r'function_call holds "rain\(\)", which'),
         ({"messages": [ASKED, {"from": "function_call", "value": "[]"}]}, r'message 2: function_call holds "\[\]"'),
+        ({"instruction": "x", "output": "y", "history": "z"}, "'history' is no list of pairs"),
+        (
+            {"instruction": "x", "output": "y", "history": [["a", 3]]},
+            "'history': its content is not a string but a num",
+        ),
+        (
+            {"prompt": "x", "completion": "y", "label": False},
+            "'label' is false, so the completion is one that people do",
+        ),
+        ({"prompt": "x", "completion": "y", "system": "z"}, "'system' is a text of chats, and 'prompt' is plain text"),
+        ({"messages": [ASKED], "system": ["z"]}, "'system' is not a string but a list"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, ASKED, SAID], "system": "b"},
+            "'system' is another text than that of the first message",
+        ),
+        (
+            {"messages": [ASKED, SAID | {"train_detail": [{"train": False}]}]},
+            "message 2: 'train_detail' says which parts",
+        ),
         ({"messages": "hello"}, "'messages' is not a list of messages but a string"),
         ({"messages": []}, "'messages' has no message"),
         ({"messages": ["hello"]}, "message 1: not an object but a string"),
@@ -247,6 +276,18 @@ def test_flags_without_a_mask(tokenizer):
     whole = "<|user|>Who?<|end|><|assistant|>I.<|end|>"
     encoder = ExampleEncoder(tokenizer, ChatTemplate(TEMPLATE), mask_prompts=False)
     assert learned(encoder, {"messages": [ASKED | {"weight": 1}, SAID | {"masked": False}]}) == (whole, whole)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "Who?"}, "no 'prompt' but 'question', which the model would not see; name it 'prompt', or write"),
+        ({"prompt": "Who?", "system": "Be."}, "'system' is a text of chats, and 'chosen' is plain text"),
+    ],
+)
+def test_preferences_whose_texts_would_be_lost(record, message):
+    with pytest.raises(DataError, match=message):
+        preference_of(Record("here", {"chosen": "I.", "rejected": "You."} | record))
 
 
 def test_flags_of_preferences():

@@ -7,7 +7,8 @@ a record with                                                is
 ``prompt`` and ``completion``: two strings                   a text whose completion is learned
 ``prompt`` and ``completion``: two lists of messages         a chat whose completion is learned
 the key of the text                                          a text
-``instruction``, ``output`` and perhaps ``input``            a chat of one turn (Alpaca's form)
+``instruction``, ``output`` and perhaps ``input``            a chat of one turn (Alpaca's form), after the pairs of
+                                                             texts of ``history``
 ============================================================ =========================================================
 
 ======================================================== =============================================================
@@ -20,7 +21,8 @@ a record with                                            is a preference of
 ======================================================== =============================================================
 
 A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value`` (ShareGPT's). The value of ShareGPT's
-``function_call`` is JSON, a call or a list of calls. A message may have flags that say whether it is learned
+``function_call`` is JSON, a call or a list of calls. OpenAI's older ``function_call`` of a message and ``functions`` of
+a record are read as calls and tools. A message may have flags that say whether it is learned
 (``weight``, ``train`` ...), which the template does not see. A record with messages may also have ``system``, a text
 before them, ``tools``, and ``chat_template_kwargs``, which are passed to the template.
 Preferences have the formats of the library ``trl``, with explicit and implicit prompts.
@@ -136,7 +138,13 @@ def example_of(record: Record, text_key: str) -> Example:
     if "instruction" in value and not {"prompt", "completion"} <= value.keys():
         return Example(where, None, with_system(value, _instruction_of(value, where), where), tools, variables)
     prompt, completion = value["prompt"], value["completion"]
+    if value.get("label") is False:
+        raise DataError(
+            f"{where}: 'label' is false, so the completion is one that people do not want, and it would be learned; "
+            "remove the record, or its label"
+        )
     if isinstance(prompt, str) and isinstance(completion, str):
+        _check_no_system(value, where, "'prompt'")
         return Example(where, check_text(prompt, where, "'prompt'"), check_text(completion, where, "'completion'"))
     before, after = messages_of(prompt, where, "prompt"), messages_of(completion, where, "completion")
     before = with_system(value, before, where)
@@ -152,8 +160,14 @@ def _instruction_of(value: Mapping[str, Any], where: str) -> Messages:
             raise DataError(f"{where}: {key!r} is not a string but {kind_of(text)}; make it a string")
         check_text(text, where, repr(key))
     *asked, answer = texts
-    question = "\n\n".join(text for text in asked if text)
-    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+    pairs = [] if value.get("history") is None else value["history"]
+    if not isinstance(pairs, list) or not all(isinstance(each, list) and len(each) == 2 for each in pairs):
+        raise DataError(f"{where}: 'history' is no list of pairs of a question and its answer; repair the record")
+    messages = []
+    for question, reply in [*pairs, ("\n\n".join(text for text in asked if text), answer)]:
+        for role, text in (("user", question), ("assistant", reply)):
+            messages.append({"role": role, "content": _content_of(text, f"{where}, 'history'")})
+    return tuple(messages)
 
 
 def messages_of(value: object, where: str, key: str) -> Messages:
@@ -176,6 +190,9 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
     for theirs, ours in (("from", "role"), ("value", "content")):
         if theirs in message and ours not in message:
             message[ours] = message.pop(theirs)
+    if "tool_calls" not in message and isinstance(call := message.get(_CALL_ROLE), dict) and call.get("name"):
+        message = {name: each for name, each in message.items() if name != _CALL_ROLE}
+        message["tool_calls"] = _calls_of(call, where)
     role = message.get("role")
     if not isinstance(role, str):
         raise DataError(
@@ -219,6 +236,8 @@ def _flags_of(messages: Messages, where: str, *given: Any) -> tuple[Flag | None,
 
 def _flag_of(message: Mapping[str, Any], where: str) -> Flag | None:
     found: Flag | None = None
+    if message.get("train_detail"):
+        raise DataError(f"{where}: 'train_detail' says which parts are learned, which is not read; remove it")
     for name, learns in _FLAGS.items():
         if (value := message.get(name)) is None:
             continue
@@ -271,14 +290,31 @@ def _content_of(value: object, where: str) -> str:
 def with_system(value: Mapping[str, Any], messages: Messages, where: str) -> Messages:
     """Prepend the record's ``system`` to messages."""
     system = value.get("system")
-    if not isinstance(system, str) or not system or messages[0]["role"] == "system":
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise DataError(f"{where}: 'system' is not a string but {kind_of(system)}; make it a string")
+    if messages[0]["role"] == "system":
+        if (messages[0].get("content") or "").strip() != system.strip():
+            raise DataError(f"{where}: 'system' is another text than that of the first message; leave one of them out")
         return messages
     return ({"role": "system", "content": check_text(system, where, "'system'")}, *messages)
+
+
+def _check_no_system(value: Mapping[str, Any], where: str, texts: str) -> None:
+    """Refuse a system text of a record of plain texts, which has no place for it."""
+    if isinstance(system := value.get("system"), str) and system:
+        raise DataError(
+            f"{where}: 'system' is a text of chats, and {texts} is plain text; put it into the prompt, or write a form "
+            "for the record's keys (--prompt-template)"
+        )
 
 
 def tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
     """Return the record's ``tools``. Raises DataError if they are invalid."""
     tools = value.get("tools")
+    if tools is None and isinstance(functions := value.get("functions"), list):
+        tools = [{"type": "function", "function": each} for each in functions]
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools else None
@@ -304,6 +340,8 @@ def variables_of(value: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 _KEYS = ("chosen", "rejected")
+# Keys of texts that published preferences have instead of a prompt.
+_QUESTIONS = ("question", "instruction", "input", "query")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +373,13 @@ def preference_of(record: Record) -> Preference:
     if isinstance(chosen, str) and isinstance(rejected, str):
         for key in _KEYS:
             check_text(value[key], where, repr(key))
+        _check_no_system(value, where, "'chosen'")
         if prompt is None:
+            if asked := [key for key in _QUESTIONS if isinstance(text := value.get(key), str) and text]:
+                raise DataError(
+                    f"{where}: no 'prompt' but {asked[0]!r}, which the model would not see; name it 'prompt', or write "
+                    "a form for the record's keys (--prompt-template)"
+                )
             common = _common_text(chosen, rejected)
             return Preference(where, chosen[:common] or None, chosen[common:], rejected=rejected[common:])
         if not isinstance(prompt, str):

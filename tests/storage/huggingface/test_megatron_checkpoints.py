@@ -395,6 +395,21 @@ CRAFTED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda folder: change_arguments(folder, hidden_size={}),
         "the argument hidden_size is",
     ),
+    "an integer of 5,000 digits": (
+        "llama",
+        lambda folder: change_arguments(folder, kv_channels=10**5000),
+        "the argument kv_channels has a number of more than 64 bits",
+    ),
+    "a dtype of another type": (
+        "llama",
+        lambda folder: change_arguments(folder, params_dtype="float32"),
+        'the argument params_dtype is "float32"; it must be a dtype',
+    ),
+    "a window of one number": (
+        "llama",
+        lambda folder: change_arguments(folder, window_size=1.5),
+        "window_size is 1.5; it must be two integers",
+    ),
     "a missing rank": ("llama_ranks", without("mp_rank_01_000"), "lacks mp_rank_01_000, a rank of tp 2, pp 2"),
     "a missing rank of experts": ("experts_ranks", without("mp_rank_00_001_001"), "lacks mp_rank_00_001_001"),
     "2^63 ranks": (

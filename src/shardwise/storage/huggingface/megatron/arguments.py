@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.json_text import shown
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import gelu_tanh, squared_relu
@@ -99,6 +100,8 @@ _OTHERS = (
     *("untie_embeddings_and_output_weights", "softmax_scale", "window_size", "window_attn_skip_freq"),
     *("moe_layer_freq", "moe_router_pre_softmax"),
 )
+# Python does not even show integers of more than 4,300 digits.
+_LARGEST = 1 << 64
 NAMES = frozenset(
     (
         *_REQUIRED,
@@ -114,11 +117,17 @@ NAMES = frozenset(
 def config_of(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a ``config.json`` of Megatron's arguments; raise ConfigError for a value that JSON does not have."""
     dtype = args.get("params_dtype", torch.float32)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"{where}: the argument params_dtype is {shown(dtype)}; it must be a dtype of PyTorch")
     values = {name: args[name] for name in sorted(NAMES & args.keys())}
     for name, value in values.items():
         items = value if isinstance(value, list | tuple) else [value]
         if not all(each is None or type(each) in (bool, int, float, str) for each in items):
-            raise ConfigError(f"{where}: the argument {name} is {value!r}; it must be a number, a text or None")
+            raise ConfigError(f"{where}: the argument {name} is {shown(value)}; it must be a number, a text or None")
+        if any(type(each) is int and abs(each) >= _LARGEST for each in items):
+            raise ConfigError(
+                f"{where}: the argument {name} has a number of more than 64 bits; no model has such a one"
+            )
     return {"model_type": MEGATRON.model_type, "dtype": str(dtype).removeprefix("torch."), **values}
 
 
@@ -131,6 +140,9 @@ class _Megatron(Architecture):
         if kind not in ("learned_absolute", "rope", "none"):
             raise fields.error("position_embedding_type", kind, "learned_absolute, rope or none")
         window = fields.values.get("window_size")
+        is_window = isinstance(window, list | tuple) and len(window) == 2 and all(type(each) is int for each in window)
+        if window is not None and not is_window:
+            raise fields.error("window_size", window, "two integers, or null")
         skipped = _each(fields, "window_attn_skip_freq", num_layers)
         unrotated = _each(fields, "no_rope_freq", num_layers)
         is_tanh = fields.get(bool, "openai_gelu", default=False)

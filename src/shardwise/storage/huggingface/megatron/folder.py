@@ -77,7 +77,7 @@ class MegatronFolder(TensorFolder):
             self.args, self.stored = rank_chunks(self.path)
             self.common, self.places = {}, {}
         iteration = self.common.get("iteration", self.args.get("iteration", 0))
-        self.iteration = iteration if type(iteration) is int and iteration >= 0 else 0
+        self.iteration = iteration if type(iteration) is int and 0 <= iteration < 10**12 else 0
         self.config = config_of(self.args, str(self.path))
         self.chunks: Chunks = {}
         for name, chunks in self.stored.items():
