@@ -400,6 +400,12 @@ CRAFTED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda folder: change_arguments(folder, kv_channels=10**5000),
         "the argument kv_channels has a number of more than 64 bits",
     ),
+    "a factor that is a text": (
+        "experts",
+        lambda folder: change_arguments(folder, moe_router_topk_scaling_factor="x"),
+        "moe_router_topk_scaling_factor is",
+    ),
+    "a huge share": ("llama", lambda folder: change_arguments(folder, rotary_percent=1e308), "rotated is 1e\\+308"),
     "a dtype of another type": (
         "llama",
         lambda folder: change_arguments(folder, params_dtype="float32"),

@@ -118,9 +118,7 @@ def build(config: ModelConfig) -> Any:
         with torch.device("meta"):
             model = kind._from_config(own, dtype=config.params_dtype)
     except Exception as error:
-        raise ConfigError(
-            f"transformers cannot build {kind.__name__} from config.json: {_first_line(error)}"
-        ) from error
+        raise ConfigError(f"transformers cannot build {kind.__name__} from config.json: {first_line(error)}") from error
     for param in model.parameters():
         param.data = param.data.to(config.params_dtype)
     return model
@@ -235,9 +233,14 @@ def with_vocabulary(config: ModelConfig, size: int) -> ModelConfig:
     return replace(config, vocab_size=size, transformers_config=resized.transformers_config)
 
 
-def new_cache(config: Any) -> Any:
-    """Make an empty cache of transformers for generation with a model of ``config``."""
-    return importlib.import_module("transformers").DynamicCache(config=config)
+def new_cache(model: Any) -> Any:
+    """Make an empty cache of transformers for generation with a model; of the class in its module, if there is one."""
+    library = importlib.import_module("transformers")
+    module = inspect.unwrap(type(model).forward).__module__
+    for each in vars(importlib.import_module(module)).values():
+        if inspect.isclass(each) and each.__module__ == module and issubclass(each, library.Cache):
+            return each()
+    return library.DynamicCache(config=model.config)
 
 
 def _library(where: str) -> Any:
@@ -260,7 +263,7 @@ def _explained(text: str, where: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{where}: transformers does not accept it: {_first_line(error)}") from error
+        raise ConfigError(f"{where}: transformers does not accept it: {first_line(error)}") from error
 
 
 def _read(text: str) -> Any:
@@ -338,5 +341,6 @@ def _dropouts(config: Any) -> Iterator[tuple[Any, str, float]]:
                 yield owner, name, float(value)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of transformers, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

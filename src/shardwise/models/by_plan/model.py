@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.sharded_state import state_of_parts
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
@@ -22,6 +23,8 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.model_input import check_tensors
 from shardwise.nn.column import ColumnLinear
+
+T = TypeVar("T")
 
 # Kinds of layers whose masks keep texts of one row apart.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -39,18 +42,19 @@ class PlannedCache:
     capacity = sys.maxsize
 
     def __init__(self, model: PlannedModel) -> None:
-        self._config = model.whole.config
+        self._model = model.whole
         self.truncate(0)
 
     def kept(self, length: int) -> int:
         """Return how many of the first ``length`` tokens can be kept: none if a layer has forgotten some, or sums."""
-        is_whole = all(type(layer).__name__ == "DynamicLayer" for layer in self.states.layers)
+        kinds = {type(self.states).__name__, *(type(layer).__name__ for layer in self.states.layers)}
+        is_whole = kinds <= {"DynamicCache", "DynamicLayer"}
         return length if is_whole or length == self.length else 0
 
     def truncate(self, length: int) -> None:
         """Drop all but the first ``length`` tokens; ``kept(length)`` must be ``length``. 0 empties the cache."""
         if length == 0:
-            self.states, self.length = library.new_cache(self._config), 0
+            self.states, self.length = library.new_cache(self._model), 0
         elif length != self.length:
             self.states.crop(length - self.length)
             self.length = length
@@ -93,7 +97,20 @@ class PlannedModel(LanguageModel):
             library.allocate_(self.whole, device)
         if config.recompute.is_of_each_layer:
             self.whole.activation_checkpointing_enable()
-        self._keeps_logits = "logits_to_keep" in inspect.signature(self.whole.forward).parameters
+        parameters = inspect.signature(self.whole.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        # Of models without attention, the argument is the state of their layers.
+        self._cache_argument = "cache_params" if "cache_params" in parameters else "past_key_values"
+        # RoBERTa and its kin count positions from the row after that of padding.
+        self._first_position = max(
+            (
+                each.padding_idx + 1
+                for each in self.whole.modules()
+                if hasattr(each, "create_position_ids_from_input_ids") and type(each.padding_idx) is int
+            ),
+            default=0,
+        )
+        self.max_sequence_length -= self._first_position
 
     def _check(self) -> None:
         config, groups = self.config, self.groups
@@ -189,13 +206,73 @@ class PlannedModel(LanguageModel):
         cache: PlannedCache | None,
         **options: Any,
     ) -> Tensor:
-        positions = None if positions is None else positions.expand(ids.size(0), -1)
+        positions = None if positions is None else (positions + self._first_position).expand(ids.size(0), -1)
         states = None if cache is None else cache.states
-        options |= {"position_ids": positions, "attention_mask": mask, "past_key_values": states}
+        options |= {"position_ids": positions, "attention_mask": mask, self._cache_argument: states}
         logits: Tensor = self.whole(input_ids=ids, use_cache=cache is not None, **options).logits
         if cache is not None:
             cache.length += ids.size(1)
         return logits
+
+    @torch.no_grad()
+    def check_causal(self) -> None:
+        """Check by a forward that no token sees those after it; every rank of the group calls.
+
+        Raises:
+            ConfigError: one does, so that neither a loss nor a text means anything; or the forward fails on token ids.
+        """
+        ids = self._trial_ids()
+        ids[1, -1] = 0
+        logits = self._tried(lambda: self._logits(ids, None, None, None))
+        if (logits[0, :-1] - logits[1, :-1]).abs().max() > 1e-3 * logits.abs().max():
+            is_encoder = getattr(self.whole.config, "is_decoder", None) is False
+            remedy = ' (in config.json, "is_decoder" is false)' if is_encoder else ""
+            raise ConfigError(f"{self._name} lets tokens see those after them, so it is no language model{remedy}")
+
+    @torch.no_grad()
+    def check_cache(self) -> None:
+        """Check that logits with the states of earlier tokens are those without; every rank of the group calls.
+
+        Raises:
+            ConfigError: they are not, so that generated texts would be others; or the model has a cache of its own.
+        """
+        ids = self._trial_ids()[:1]
+        cache = PlannedCache(self)
+
+        def logits() -> tuple[Tensor, Tensor]:
+            parts = [
+                self.next_logits(ids[:, a:b], torch.arange(a, b, device=ids.device), cache=cache)
+                for a, b in pairwise((0, 3, 4, 5, 6))
+            ]
+            return self._logits(ids, None, None, None)[0, 2:], torch.cat(parts)
+
+        whole, cached = self._tried(logits)
+        # Experts may be chosen otherwise after rounding.
+        apart, size = float((whole - cached).abs().max()), float(whole.max() - whole.min())
+        if not apart <= (1e-2 if whole.dtype.itemsize > 2 else 0.2) * size:
+            raise ConfigError(
+                f"{self._name} gives other logits with its cache of earlier tokens than without ({apart:.1e} apart of "
+                f"{size:.1e}), so its texts would be wrong; another version of transformers may be right"
+            )
+
+    def _trial_ids(self) -> Tensor:
+        """Return two equal rows of six ids, ``[2, 6]``, from the end of the vocabulary, where few are special."""
+        ids = self.vocab_size - 1 - torch.arange(6, device=next(self.parameters()).device) % self.vocab_size
+        return ids.repeat(2, 1)
+
+    def _tried(self, compute: Callable[[], T]) -> T:
+        was_training = self.training
+        self.eval()
+        try:
+            return compute()
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self._name} cannot be used: its forward on token ids fails: {library.first_line(error)}"
+            ) from error
+        finally:
+            self.train(was_training)
 
     def _check_attention(self) -> None:
         config = self.whole.config.get_text_config()

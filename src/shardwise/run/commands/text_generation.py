@@ -9,6 +9,7 @@ from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import ExampleEncoder, UnusableExampleError
 from shardwise.data.tokenizer import StoppableText, Tokenizer
+from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.generation import PrefixCache, Request, generate as generate_ids, generate_all, on_layers
 from shardwise.models.generation.cache import CausalModel
 from shardwise.models.gpt import GPT
@@ -246,6 +247,8 @@ def load_to_generate(
         assert isinstance(model, GPT)
         try_generation_(model, ranks)
     assert isinstance(model, CausalModel)
+    if isinstance(model, PlannedModel):
+        model.check_cache()
     return on_layers(model, layers)
 
 

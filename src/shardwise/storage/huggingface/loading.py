@@ -23,6 +23,7 @@ from shardwise.core.sharding import Interval, ParamShard
 from shardwise.core.slow_work import told_if_slow
 from shardwise.core.tensor_files import check_finite
 from shardwise.core.topology import Groups, gather_from_stages, model_groups
+from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.description import Model, ModelChunks, build_model, chunks_of, model_config
 from shardwise.nn import arithmetic_of
 from shardwise.nn.parallel_linear import ParallelLinear
@@ -113,6 +114,9 @@ def load_pretrained(
         for shard, composition in parts.values():
             if isinstance(shard.data, QuantizedTensor):
                 fill_quantized_(shard, composition, source, names, groups)
+    for model in models:
+        if isinstance(model, PlannedModel):
+            model.check_causal()
     return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
 
 

@@ -123,6 +123,9 @@ class Architecture:
             if not 0 < values.get(name, 1.0) < math.inf:
                 raise ConfigError(f"{name} is {values[name]}; it must be positive")
         description = ModelConfig(**values)
+        if not 0 <= description.rotary_percent <= 1:
+            share = f"the share of a head that is rotated is {description.rotary_percent}"
+            raise ConfigError(f"{fields.where}: {share}; it must be from 0 to 1")
         for heads in description.kinds_of_heads:
             rotated = int(heads.width * description.rotary_percent)
             if description.position_embedding_type == "rope" and description.latent is None and rotated % 2:

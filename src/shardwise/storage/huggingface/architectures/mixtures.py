@@ -325,7 +325,7 @@ QWEN3_MOE = WithExperts(
     )
     | {"attention_bias": Setting("attention_bias", False)},
     table={**TABLE, **EXPERTS, **QK_NORMS},
-    decoder=replace(QWEN3, num_key_value_heads=4),
+    decoder=replace(QWEN3, num_key_value_heads=4, head_dim=None),
     names=("num_experts", "num_local_experts"),
     num=128,
     width=("moe_intermediate_size", 768),

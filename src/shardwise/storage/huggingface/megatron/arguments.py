@@ -218,6 +218,7 @@ class _Megatron(Architecture):
                 raise fields.error(_OF_EXPERTS[name], given[name], "an integer")
         if "groups_per_token" not in given:
             given.pop("num_groups", None)
+        fields.get(float, "moe_router_topk_scaling_factor", default=1.0)
         layers = _each(fields, "moe_layer_freq", values["num_layers"], first=0)
         return Experts(
             **given,
