@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from run.run_processes import run_command
+from safetensors.torch import load_file
 from storage.adapters.tiny_models import read_adapters, save_model
 
 from shardwise.cli.arguments import parse_command
@@ -104,6 +105,8 @@ def test_adapters_and_merged_adapters_are_the_same_model(folder, capsys):
     options += ("--optimizer.learning-rate", "0.05")
     out, names = folder / "later", ("adapter_model.safetensors", "adapter_config.json")
     assert call_here(folder, "later", *options) == 0
+    trained = sum(tensor.numel() for tensor in load_file(out / "adapter_model.safetensors").values())
+    assert f"{trained / 1e3:.1f} K of " in capsys.readouterr().out
     assert not (out / "config.json").exists()
     assert call_here(folder, "merged", *options, "--lora-merge") == 0
     assert not (folder / "merged" / "adapter_config.json").exists()

@@ -126,7 +126,10 @@ def look_up(ids: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
 
 
 def look_up_own(ids: Tensor, start: int, stop: int, look_up: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``look_up`` to this rank's ids, from ``start`` to ``stop``. The embedding of any other id is -0.0."""
+    """Apply ``look_up`` to this rank's ids, from ``start`` to ``stop``. The embedding of any other id is -0.0.
+
+    Ids of any shape ``[...]`` give ``[..., h]``.
+    """
     local = ids - start
     elsewhere = (local < 0) | (local >= stop - start)
     output = look_up(local.masked_fill_(elsewhere, 0))

@@ -36,10 +36,13 @@ def banner(session: Session) -> str:
         if asked:
             shared = f" ({what})" if dp * cp > 1 else f" ({flag} does nothing with one data-parallel rank)"
     stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
+    size = _size(session.num_parameters)
+    if session.num_trained < session.num_parameters:
+        size = f"{_size(session.num_trained)} of {size}"
     return (
         f"text   {data.name}, sha256 {data.sha256[:12]}\n"
         + "".join(f"       {line}\n" for line in data.blend)
-        + f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
+        + f"model  {settings.model_name}, {size} parameters, {settings.training.dtype}, "
         f"vocabulary {data.tokenizer.vocab_size:,}\n"
         + _computed_by(session)
         + f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
@@ -229,7 +232,7 @@ def speed(session: Session) -> str:
     precision = PRECISIONS[settings.training.dtype]
     updates_fp32 = precision.has_masters or precision.params_dtype == torch.float32
     if settings.optimizer.name == "adamw" and updates_fp32 and settings.parallel.parts is None:
-        sizes[dispatch.ADAMW_TRITON] = session.num_parameters
+        sizes[dispatch.ADAMW_TRITON] = session.num_trained
     device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
     choices = [
         *tf32(device_type, settings.training.dtype),

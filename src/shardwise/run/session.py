@@ -71,6 +71,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     if settings.parallel.tp_comm_overlap:
         is_even, has_bias = settings.sequence_length % groups.tp.size() == 0, model.config.add_qkv_bias
         overlap = overlap_methods(group=groups.tp, device=ranks.device, even=is_even, column_has_bias=has_bias)
+    num_parameters, num_trained = count_parameters(model, topology)
     return Session(
         task,
         settings,
@@ -82,7 +83,8 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         routing,
         overlap=overlap,
         transport=transport_name(groups.tp, ranks.device),
-        num_parameters=count_parameters(model, topology),
+        num_parameters=num_parameters,
+        num_trained=num_trained,
         utilisation=_utilisation(task, ranks, described),
         shortage=shortage,
     )
@@ -133,14 +135,16 @@ def metrics_of(session: Session, result: StepResult) -> tuple[dict[str, float], 
     return reported, others
 
 
-def count_parameters(model: nn.Module, topology: Topology) -> int:
-    """Count the parameters of the whole model over all ranks and stages; every rank calls."""
+def count_parameters(model: nn.Module, topology: Topology) -> tuple[int, int]:
+    """Count the parameters of the whole model over all ranks and stages, and the trained ones; every rank calls."""
     replicas = replicas_of(model)
-    own = sum(
-        math.prod(layout.global_shape)
+    own = [
+        (math.prod(layout.global_shape), param.requires_grad)
         for _, param, layout in named_param_layouts(model, topology.size("tp"))
         if not replicas[param].is_copy
-    )
-    if topology.size("pp") == 1:
-        return own
-    return sum(gather_objects(own, "the number of parameters", group=topology.group("pp")))
+    ]
+    counts = sum(number for number, _ in own), sum(number for number, trained in own if trained)
+    if topology.size("pp") > 1:
+        of_stages = gather_objects(counts, "the number of parameters", group=topology.group("pp"))
+        counts = sum(number for number, _ in of_stages), sum(number for _, number in of_stages)
+    return counts

@@ -124,7 +124,7 @@ def outputs_of(
 def means_of(
     objective: Objective, output: Tensor, batch: Batch, num_labels: int, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss divided by ``num_labels``; and all sums, divided the same way, without gradient."""
+    """Return the loss divided by ``num_labels``; and all sums ``[n]``, divided the same way, without gradient."""
     loss, others = objective.sums(output, batch, dtype)
     loss = loss / num_labels
     alone = loss.detach().view(1)
@@ -133,7 +133,7 @@ def means_of(
 
 @torch.no_grad()
 def measure(model: LanguageModel, objective: Objective, held_out: HeldOut, batch_size: int) -> list[float]:
-    """Return the sums of the loss and of ``objective.names`` over held-out rows, for a model without stages."""
+    """Return the sums of the loss (nats) and of ``objective.names`` over held-out rows, for a model without stages."""
     device = next(model.parameters()).device
     total = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=device)
     batches = held_out.batches(batch_size, with_lengths=model.depends_on_length)

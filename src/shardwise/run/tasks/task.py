@@ -98,6 +98,7 @@ class Session:
         overlap: how each pass of the layers overlaps with its collective, with ``parallel.tp_comm_overlap``.
         transport: transport of tensors between the tensor-parallel ranks.
         num_parameters: number of parameters of the whole model, tied weights counted once.
+        num_trained: number of these that are trained.
         utilisation: reference for the hardware utilisation of the steps.
         shortage: explanation for the error when a rank runs out of memory.
     """
@@ -113,6 +114,7 @@ class Session:
     overlap: list[tuple[Pass, OverlapMethod]]
     transport: str
     num_parameters: int
+    num_trained: int
     utilisation: Utilisation
     shortage: MemoryShortage
 

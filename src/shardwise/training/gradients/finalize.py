@@ -164,6 +164,7 @@ def gradient_of(param: Parameter) -> Tensor | None:
 
 
 def gradients_of(params: Iterable[Parameter]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one, in the order of ``params``."""
     return [gradient for param in params if (gradient := gradient_of(param)) is not None]
 
 
