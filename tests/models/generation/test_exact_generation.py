@@ -7,12 +7,14 @@ import torch
 from harness.parity import assert_bit_equal
 from models.test_exact import KINDS
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.generation import BatchEngine, PreallocatedCache, Request
 from shardwise.models.generation.generation import evaluation_mode
 from shardwise.models.gpt import GPT
+from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs
 
 # More than one block of keys, and a multiple of the parts.
@@ -100,15 +102,22 @@ def test_generation_has_the_bits_of_training(group, case, dtype):
         topology.destroy()
 
 
+# Some of the texts are longer than the original context, others shorter.
+LONG = RotaryScaling("longrope", 4.0, 200, short_factor=(1.0, 1.25), long_factor=(1.5, 9.0))
+CASES["longrope"] = "llama", {"rope_scaling": LONG}
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_texts_that_join_and_leave(group, dtype):
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("longrope", torch.float32)]
+)
+def test_texts_that_join_and_leave(group, case, dtype):
     """Prompts of several lengths, in chunks and in two orders, have the bits of a training forward of each text.
 
     The last two share pages of another one.
     """
     alone, split = Topology.create(tp=1, etp=1), Topology.create(tp=2, etp=1)
-    trainer = made("llama", split, dtype, exact_parts=8, sequence_parallel=True)
+    trainer = made(case, split, dtype, exact_parts=8, sequence_parallel=True)
     # The longest begins its second block of keys.
     prompts = [text[:length].tolist() for text, length in zip(texts(4), [1, 40, 509, 133], strict=True)]
     requests = [Request(prompt, 6, seed=3, log_probs=0, prompt_log_probs=0) for prompt in prompts]
@@ -118,7 +127,7 @@ def test_texts_that_join_and_leave(group, dtype):
         (alone, [0, 1, 2, 3, 4, 5], {"max_sequences": 3, "chunk_size": 64}),
         (split, [2, 5, 4, 0, 3, 1], {"max_sequences": 2, "chunk_size": 500, "page_size": 7}),
     ):
-        engine = BatchEngine(made("llama", topology, dtype, exact_parts=8), **limits)
+        engine = BatchEngine(made(case, topology, dtype, exact_parts=8), **limits)
         for index, result in engine.run([requests[number] for number in order]):
             prompt = prompts[order[index]]
             text = torch.tensor([[*prompt, *result.token_ids]])
@@ -129,6 +138,24 @@ def test_texts_that_join_and_leave(group, dtype):
             assert_bit_equal(found, expected[:, -found.size(1) :], name=f"prompt {order[index]}")
     for each in (alone, split):
         each.destroy()
+
+
+@pytest.mark.ranks(1)
+def test_texts_whose_rotary_frequencies_change_are_refused(group):
+    """What is asked for must be measured by the frequencies of the whole text."""
+    dynamic = RotaryScaling("dynamic", 4.0, original_max_position_embeddings=200)
+    for scaling, right, wrong in (
+        (LONG, [(199, 2), (190, 11), (201, 99), (200, 0), (202, 0)], [(199, 3), (200, 2), (201, 0)]),
+        (dynamic, [(199, 2), (190, 11), (200, 0), (300, 1)], [(199, 3), (201, 0), (202, 0), (201, 2), (300, 2)]),
+    ):
+        engine = BatchEngine(made("llama", Topology.create(etp=1), torch.float32, exact_parts=2, rope_scaling=scaling))
+        for length, new in right:
+            engine.check(Request([1] * length, new))
+        for length, new in wrong:
+            with pytest.raises(
+                ConfigError, match=r"over 200 tokens, and this one has \d+ when .* lower max_new_tokens"
+            ):
+                engine.check(Request([1] * length, new))
 
 
 @pytest.mark.slow

@@ -143,8 +143,24 @@ class BatchEngine:
         if measures and not request.measured_at >= LEAST_TEMPERATURE:
             rule = f"it must be at least {LEAST_TEMPERATURE}"
             raise ConfigError(f"temperature of log-probabilities is {request.measured_at}; {rule}")
+        self._check_exact(request)
         if (refusal := self._store.refusal(request.most_tokens(longest))) is not None:
             raise ConfigError(refusal)
+
+    def _check_exact(self, request: Request) -> None:
+        scaling = self.model.rope_scaling if isinstance(self.model, GPT) else None
+        if scaling is None or self.model.config.exact_parts is None:
+            return
+        # A training forward reads all tokens of the whole text but the last.
+        longer = max(len(request.start), len(request.start) + request.max_new_tokens - 1)
+        shorter = len(request.start) - (request.max_new_tokens == 0)
+        if scaling.changes_between(shorter, longer):
+            raise ConfigError(
+                "exact: the rotary frequencies change with the length of a text over "
+                f"{scaling.original_max_position_embeddings} tokens, and this one has {shorter} when the first token "
+                f"is measured and up to {longer} in a training forward of all of it; lower max_new_tokens, or do not "
+                "generate exactly"
+            )
 
     def add(self, requests: Sequence[Request]) -> range:
         """Add requests, also while others go on; return their numbers. Every rank calls.

@@ -176,6 +176,13 @@ class RotaryScaling:
         """
         return self.kind == "longrope" and length - 1 == self.original_max_position_embeddings
 
+    def changes_between(self, shorter: int, longer: int) -> bool:
+        """Return whether the frequencies of a text of one length are others than those at the other length."""
+        context = self.original_max_position_embeddings
+        if not self.depends_on_length or context is None:
+            return False
+        return shorter < longer and (longer > context if self.kind == "dynamic" else shorter <= context < longer)
+
     def at_length(self, frequencies: Tensor, length: int | Tensor) -> Tensor:
         """Return the frequencies ``[..., d/2]`` for sequences of the given length, if they depend on it.
 

@@ -55,18 +55,16 @@ def try_generation_(model: GPT, ranks: Ranks) -> None:
     """Try the device of an exact model that generates, and set the number of rows of its products; every rank calls.
 
     Raises:
-        ConfigError: results differ on this device, ranks compute differently, or cached keys depend on the length of
-            the text; on every rank.
+        ConfigError: results differ on this device, or ranks compute differently; on every rank.
     """
-    if model.depends_on_length:
-        raise ConfigError(
-            "exact: the rotary frequencies of this model depend on the length of a text, so a token that is read "
-            "earlier has other keys than in a training forward of the whole text; leave --exact out"
-        )
     check_arithmetic(ranks.device, group=ranks.control)
     parts = model.config.exact_parts
     assert parts is not None
-    length = max(parts, min(model.max_sequence_length, _ENDS[-1]) // parts * parts)
+    longest = min(model.max_sequence_length, _ENDS[-1])
+    if model.depends_on_length and model.rope_scaling is not None:
+        # Up to here the frequencies are the same at each length.
+        longest = min(longest, model.rope_scaling.original_max_position_embeddings or longest)
+    length = max(parts, longest // parts * parts)
     run = TrialRun(model, model.config.params_dtype, parts, 1, length)
     least: list[int] = []
 
