@@ -15,6 +15,7 @@ from harness.program import run as run_program
 from run.run_processes import run_command
 from tokenizers import processors
 
+from shardwise import on_ranks
 from shardwise.cli.main import run_subcommand
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.sharded_state import sharded_state_dict
@@ -23,6 +24,7 @@ from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.generation import Sampling, generate
 from shardwise.models.gpt import GPT
+from shardwise.run import generate as generate_text
 from shardwise.run.build import build_model
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
@@ -243,3 +245,11 @@ def test_the_same_text_on_two_ranks(run, tmp_path):
     arguments = ["--prompt", "größe", "--max-new-tokens", "60", "--nproc", "2"]
     text = run.text("größe", 60, Sampling(0.8, top_k=50))
     assert run_command(tmp_path, 2, "generate", run.folder, *arguments) == (text, f"shardwise generate: {AUTO}\n")
+
+
+@pytest.mark.slow
+def test_the_text_that_python_gets_from_stages_has_its_last_characters(run):
+    """Also those that might have begun a stop string, which are held back until the end."""
+    text = run.text("def f(", 20, Sampling(0.8, top_k=50)).removeprefix("def f(").removesuffix("\n")
+    call = partial(generate_text, pp=2, max_new_tokens=20, stop=text[-1] + "zzz", device="cpu")
+    assert on_ranks(call, run.folder, "def f(", nproc=2, join=False) == [text] * 2

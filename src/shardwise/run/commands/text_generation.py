@@ -289,17 +289,18 @@ def write(
             if isinstance(model, GPT) and model.groups.num_stages > 1:
                 context = prompt_ids[-model.max_sequence_length :]
                 request = Request(context, choice.max_new_tokens, choice.sampling, seed, eos_ids, on_token=add)
-                return generate_all(model, [request])[0].text_ids, text.text
-            new_ids = generate_ids(
-                model,
-                prompt_ids,
-                max_new_tokens=choice.max_new_tokens,
-                sampling=choice.sampling,
-                seed=seed,
-                eos_id=eos_ids,
-                on_token=add,
-                prefix=prefix,
-            )
+                new_ids = generate_all(model, [request])[0].text_ids
+            else:
+                new_ids = generate_ids(
+                    model,
+                    prompt_ids,
+                    max_new_tokens=choice.max_new_tokens,
+                    sampling=choice.sampling,
+                    seed=seed,
+                    eos_id=eos_ids,
+                    on_token=add,
+                    prefix=prefix,
+                )
     finally:
         # Also after Ctrl-C, so that the shell's prompt starts on a new line.
         show(text.finish() + "\n")
