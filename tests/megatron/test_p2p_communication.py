@@ -62,12 +62,25 @@ def test_what_arrives_is_what_was_sent(group):
         talk.send_forward(torch.zeros(3, 2), False)
 
 
-@pytest.mark.ranks(1)
-def test_shapes_are_known(group):
-    with pytest.warns(UserWarning, match="variable_seq_lengths changes nothing here"):
-        config = ModelParallelConfig(variable_seq_lengths=True)
-    with pytest.raises(ConfigError, match="variable_seq_lengths is set, and stages here exchange"):
-        P2PCommunicator(group, config)
+@pytest.mark.ranks(2)
+def test_with_variable_lengths_the_senders_shape_counts(group):
+    talk = P2PCommunicator(group, ModelParallelConfig(pipeline_dtype=torch.float64, variable_seq_lengths=True))
+    me, guess = group.rank(), (9, 9, 4)
+    # Hidden states of other lengths in both directions at once, and gradients of none.
+    mine, theirs = (torch.full((3 + 4 * rank, 1 + rank, 4), float(rank), dtype=torch.float64) for rank in (me, 1 - me))
+    states, gradient = talk.send_forward_backward_recv_forward_backward(mine, mine[:0], True, True, guess)
+    assert_bit_equal(states.detach(), theirs)
+    assert states.requires_grad
+    assert gradient.shape == (0, 2 - me, 4)
+    later, works = talk.send_forward_recv_forward(mine[1:], True, guess, overlap_p2p_comm=True)
+    for work in works:
+        work.wait()
+    assert_bit_equal(later.detach(), theirs[1:])
+    if me == 0:
+        talk.send_forward([mine, mine[:1]], False)
+    else:
+        for received, expected in zip(talk.recv_forward([guess, guess], False), (theirs, theirs[:1]), strict=True):
+            assert_bit_equal(received.detach(), expected)
 
 
 def test_a_shape_is_told_from_a_list_of_them():

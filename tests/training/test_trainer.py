@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -99,6 +101,24 @@ def test_experts_leave_the_padding_of_rows_out(group, tmp_path, packing):
     short, long = ({"loss": each.loss, "norm": each.grad_norm} | each.routing for each in results)
     assert long == pytest.approx(short, rel=1e-12)
     assert short["auxiliary_loss"] > 0.5
+
+
+@pytest.mark.ranks(2)
+def test_micro_batches_of_different_lengths_in_stages(group, tmp_path):
+    results = []
+    for pp in (1, 2):
+        settings = tiny_settings(tmp_path, dtype="float64", steps=1)
+        settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, pp=pp))
+        topology = Topology.create(tp=1, pp=pp)
+        # Alone, both ranks have the same batches.
+        groups = Groups.of(topology) if pp == 2 else Groups(tp=topology.group("tp"), dp=topology.group("tp"))
+        torch.manual_seed(11)
+        trainer = Trainer(settings, build_model(settings, VOCAB, groups=groups, device=torch.device("cpu")), groups)
+        ids = torch.randint(VOCAB, (4, 25), generator=torch.Generator().manual_seed(3))
+        micro = [Batch(ids[:1, :-1], ids[:1, 1:]), Batch(ids[1:, :7], ids[1:, 1:8]), Batch(ids[:2, :1], ids[:2, 1:2])]
+        result = trainer.step(0, micro, num_labels=24 + 21 + 2)
+        results.append((result.loss, result.grad_norm))
+    assert results[1] == pytest.approx(results[0], rel=1e-12)
 
 
 @pytest.mark.ranks(2, 3, slow=(2,))

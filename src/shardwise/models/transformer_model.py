@@ -395,7 +395,13 @@ class TransformerModel(FixedTensors, LanguageModel):
     def _hidden_of(self, batch: ModelInput, *tokentype_ids: Tensor | None) -> Tensor:
         """Return the embedding of a batch, or the input of a later stage."""
         if not self.pre_process:
-            return self._input_of_a_later_stage()
+            received, own = self._input_of_a_later_stage(), (batch.view.size, batch.num_samples)
+            if batch.cache is None and received.shape[:2] != own:
+                raise ShardingError(
+                    f"this stage was sent hidden states of shape {list(received.shape)}, and its own input_ids "
+                    f"make [{own[0]}, {own[1]}, {self.config.hidden_size}]; give all stages the same micro-batch"
+                )
+            return received
         context, is_ragged = batch.view.context, isinstance(batch.cache, RowCache)
         hidden: Tensor = self.embedding(
             batch.ids, batch.positions, *tokentype_ids, context=context, is_ragged=is_ragged

@@ -325,7 +325,8 @@ class Trainer:
             return results(output, moved[micro_batch])
 
         moved = list(self._mover.moved(batches))
-        config, (b, s) = self._chunks[0].config, batches[0].tokens.shape
+        config = self._chunks[0].config
+        shapes = {(self._chunks[0].view_of(s).size, b) for b, s in (batch.tokens.shape for batch in batches)}
 
         def forward(micro_batch: int, chunk: int) -> Tensor:
             if torch.is_grad_enabled():
@@ -337,7 +338,7 @@ class Trainer:
             schedule,
             forward,
             loss,
-            shape=(self._chunks[0].view_of(s).size, b, config.hidden_size),
+            shape=(*(shapes.pop() if len(shapes) == 1 else (None, None)), config.hidden_size),
             dtype=config.params_dtype,
             device=self.device,
             forward_only=not torch.is_grad_enabled(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ VOCAB = 83
 LENGTH = 11
 MICRO_BATCH_SIZE = 2
 
+Batch = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Tokens and labels, ``[b, s]`` for each micro-batch."""
+
 
 @dataclass
 class Staged:
@@ -29,17 +33,19 @@ class Staged:
     chunks: nn.ModuleList
     topology: Topology
 
-    def run(self, schedule: Schedule, batch: tuple[Tensor, Tensor], **options: Any) -> list[Tensor]:
-        """``batch`` is ``[m, b, s]`` tokens and labels; the loss is the mean over all tokens."""
+    def run(self, schedule: Schedule, batch: Batch, **options: Any) -> list[Tensor]:
+        """The loss is the mean over all tokens. Shapes travel if the micro-batches have different ones."""
         tokens, labels = batch
         config = self.chunks[0].config
-        dtype = config.params_dtype
-        shape = hidden_shape(config, tokens.size(2), tokens.size(1), tp_group=self.topology.group("tp"))
+        dtype, (b, s) = config.params_dtype, tokens[0].shape
+        shape: tuple[int | None, ...] = hidden_shape(config, s, b, tp_group=self.topology.group("tp"))
+        if len({ids.shape for ids in tokens}) > 1:
+            shape = (None, None, config.hidden_size)
         pipeline: Pipeline[Tensor] = Pipeline(list(self.chunks), group=self.topology.group("pp"))
         return pipeline.run(
             schedule,
             lambda micro_batch, chunk: self.chunks[chunk](tokens[micro_batch], labels=labels[micro_batch]),
-            lambda _, losses: (losses.sum() / tokens.numel(), losses.detach()),
+            lambda _, losses: (losses.sum() / num_tokens(tokens), losses.detach()),
             shape=shape,
             dtype=dtype,
             device=torch.device("cpu"),
@@ -51,10 +57,17 @@ class Staged:
 
 
 def staged_gpt(
-    *, tp: int = 1, pp: int = 1, num_chunks: int = 1, num_layers: int = 5, tied: bool = True, **options: Any
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    num_chunks: int = 1,
+    num_layers: int = 5,
+    tied: bool = True,
+    **options: Any,
 ) -> Staged:
     """The same weights at every layout."""
-    topology = Topology.create(tp=tp, pp=pp)
+    topology = Topology.create(tp=tp, pp=pp, cp=cp)
     torch.manual_seed(7)
     state = torch.get_rng_state()
     config = TransformerConfig(
@@ -65,6 +78,7 @@ def staged_gpt(
         ffn_hidden_size=33,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         params_dtype=torch.float64,
         init_method_std=0.2,
@@ -106,12 +120,24 @@ def random_batch(num_micro_batches: int, *, seed: int = 3) -> tuple[Tensor, Tens
     return tokens, labels
 
 
-def run_whole(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+def batch_of_sizes(sizes: Sequence[tuple[int, int]], *, seed: int = 3) -> Batch:
+    """Micro-batches of different ``(b, s)``, some of whose labels cost nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = ([torch.randint(VOCAB, size, generator=generator) for size in sizes] for _ in range(2))
+    labels[0][0, :4] = -100
+    return tokens, labels
+
+
+def num_tokens(tokens: Sequence[Tensor]) -> int:
+    return sum(ids.numel() for ids in tokens)
+
+
+def run_whole(model: nn.Module, batch: Batch) -> list[Tensor]:
     """The unpipelined model, one micro-batch after the other."""
     tokens, labels = batch
     results = []
     for ids, targets in zip(tokens, labels, strict=True):
         losses = model(ids, labels=targets)
-        (losses.sum() / tokens.numel()).backward()
+        (losses.sum() / num_tokens(tokens)).backward()
         results.append(losses.detach())
     return results

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.core.communication.agreement import Wait
 from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, sends_by_tag
 from shardwise.core.communication.transports import choose_transport, torch_distributed
-from shardwise.core.communication.transports.torch_distributed import Work
+from shardwise.core.communication.transports.torch_distributed import Work, named_error
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import checked_dim, checked_sizes
@@ -293,7 +294,7 @@ def exchange(
         of ``receives``, whose ``wait()`` returns the received tensor.
 
     Raises:
-        DesyncError: from ``wait()``: the peer has exited, or does not arrive within the group's timeout.
+        DesyncError: the peer has exited, or, from ``wait()``, does not arrive within the group's timeout.
     """
     by_tag = all(sends_by_tag(group, transfer.tensor.device) for transfer in (*sends, *receives))
     if by_tag:
@@ -303,7 +304,11 @@ def exchange(
         dist.P2POp(call, each.tensor, group=group, group_peer=each.rank, tag=each.tag) for call, _, each in calls
     ]
     # If the backend matches messages by tag, each message is launched separately, in this order.
-    works = dist.batch_isend_irecv(operations) if operations else []
+    with Wait("exchange", group) as wait:
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise named_error(error, wait) from error
     # The messages of one call may share one ``Work`` object.
     works = works if len(works) == len(calls) else works[:1] * len(calls)
     pending = [

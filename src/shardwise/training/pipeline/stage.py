@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.communication.collectives import Transfer, all_reduce, exchange
-from shardwise.core.communication.context import device_of_host_facts, is_rehearsal
+from shardwise.core.communication.context import device_of_host_facts, is_rehearsal, sends_by_tag
 from shardwise.core.communication.transports.transport import Pending
-from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.training.hooks import NO_HOOKS, StepHooks
 from shardwise.training.pipeline.schedules import (
@@ -33,6 +33,7 @@ from shardwise.training.pipeline.schedules import (
     needed_by,
     programs,
 )
+from shardwise.training.pipeline.shapes import Sizes, check_shape, make_header, read_header
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class Pipeline(Generic[T]):
         forward: ForwardStep,
         loss: LossStep[T],
         *,
-        shape: Sequence[int],
+        shape: Sequence[int | None],
         dtype: torch.dtype,
         device: torch.device,
         input_dtype: torch.dtype | None = None,
@@ -88,7 +89,9 @@ class Pipeline(Generic[T]):
             schedule: the schedule, the same on every stage.
             forward: runs a chunk's forward, in the schedule's order; without gradients if ``forward_only``.
             loss: computes the loss from the last part's output.
-            shape: shape of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them.
+            shape: shape of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them; None for a
+                size that may differ between micro-batches. The shape of each then travels ahead of it, in one more
+                message of four integers.
             dtype: dtype of the hidden states when they are sent.
             device: device of the hidden states.
             input_dtype: dtype of the hidden states that chunks get; None for ``dtype``.
@@ -106,6 +109,7 @@ class Pipeline(Generic[T]):
                 before.
             ConfigError: the schedule has other numbers of stages and chunks, or needs ``config.delay_wgrad_compute``;
                 or a chunk's ``pre_process`` or ``post_process`` contradicts its position in the model.
+            ShardingError: hidden states have a shape that ``shape`` does not allow.
             DesyncError: stages have different schedules or shapes; another stage ended.
         """
         if (schedule.num_stages, schedule.num_chunks) != (self.group.size(), len(self.chunks)):
@@ -170,7 +174,7 @@ class _Step(Generic[T]):
     schedule: Schedule
     forward: ForwardStep
     loss: LossStep[T]
-    shape: tuple[int, ...]
+    shape: Sizes
     dtype: torch.dtype
     device: torch.device
     input_dtype: torch.dtype
@@ -181,12 +185,21 @@ class _Step(Generic[T]):
         self.results: list[T] = []
         self._stage = self.pipeline.group.rank()
         self._failure: Exception | None = None
+        # True once this stage failed, or heard that an earlier one did.
+        self._has_stopped = False
         # By micro-batch and chunk: the part's input, the root of its backward, and its delayed weight gradients.
         self._inputs: dict[_Key, Tensor] = {}
         self._roots: dict[_Key, GradientEdge | None] = {}
         self._waiting: dict[_Key, list[Callable[[], None]]] = {}
         self._made: dict[Message, Tensor] = {}
-        self._coming: dict[Message, Pending] = {}
+        # In the order of the program; None while only the message's header is awaited.
+        self._coming: dict[Message, Pending | None] = {}
+        self._headers: dict[Message, Pending] = {}
+        self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._varies = None in self.shape
+        group = self.pipeline.group
+        self._host = device_of_host_facts(group, self.device)
+        self._orders_freely = sends_by_tag(group, self.device) and sends_by_tag(group, self._host)
         self._sent: deque[Pending] = deque()
         self._backwards_left = [self.schedule.num_micro_batches] * self.schedule.num_chunks
         self._weight_gradients_left = [self.schedule.num_micro_batches] * self.schedule.num_chunks
@@ -217,8 +230,7 @@ class _Step(Generic[T]):
         if is_rehearsal(group):
             _raise(self._failure)
             return
-        host = device_of_host_facts(group, self.device)
-        failed = torch.tensor(float(self._failure is not None), device=host)
+        failed = torch.tensor(float(self._failure is not None), device=self._host)
         if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
             return
         # Discard deferred gradients on every stage, so that the next step does not add them.
@@ -230,17 +242,74 @@ class _Step(Generic[T]):
         agree(functools.partial(_raise, self._failure), group=group)
 
     def _exchange(self, step: Exchange) -> None:
+        if self._varies:
+            self._exchange_headers(step)
+        # Where the order of messages is free, receive those of unknown shape when they are needed. Elsewhere wait for
+        # their headers, since the other stages have these messages in the same place.
+        later = [message for message in step.receives if message in self._headers and self._orders_freely]
         sends = [Transfer(self._made.pop(message), message.target, self._tag(message)) for message in step.sends]
-        receives = [
-            Transfer(torch.empty(self.shape, dtype=self.dtype, device=self.device), message.source, self._tag(message))
-            for message in step.receives
-        ]
-        sent, coming = exchange(sends, receives, group=self.pipeline.group)
-        self._coming.update(zip(step.receives, coming, strict=True))
+        now = [message for message in step.receives if message not in later]
+        sent, coming = exchange(sends, [self._buffer(message) for message in now], group=self.pipeline.group)
+        self._coming.update(zip(now, coming, strict=True))
+        self._coming.update(dict.fromkeys(later))
         self._sent.extend(sent)
         # Keep each tensor until it has arrived. Waiting for the oldest is safe, because messages are received in order.
-        while len(self._sent) > self.schedule.num_stages:
+        while len(self._sent) > self.schedule.num_stages * (1 + self._varies):
+            self._receive_until(None)
             self._sent.popleft().wait()
+
+    def _exchange_headers(self, step: Exchange) -> None:
+        sends, receives = ([each for each in both if not each.is_gradient] for both in (step.sends, step.receives))
+        first = 2 * self.schedule.num_parts * self.schedule.num_micro_batches
+        sent, coming = exchange(
+            [
+                Transfer(
+                    make_header(self._made[message].shape, self._host, has_failed=self._has_stopped),
+                    message.target,
+                    first + self._tag(message),
+                )
+                for message in sends
+            ],
+            [
+                Transfer(make_header([0] * len(self.shape), self._host), message.source, first + self._tag(message))
+                for message in receives
+            ],
+            group=self.pipeline.group,
+        )
+        self._headers.update(zip(receives, coming, strict=True))
+        self._sent.extend(sent)
+
+    def _buffer(self, message: Message) -> Transfer:
+        tensor = torch.empty(self._shape_of(message), dtype=self.dtype, device=self.device)
+        return Transfer(tensor, message.source, self._tag(message))
+
+    def _shape_of(self, message: Message) -> tuple[int, ...]:
+        """Return the shape of a message: the agreed one, that of its header, or for a gradient that of the forward."""
+        key = message.micro_batch, message.part - message.is_gradient
+        header = self._headers.pop(message, None)
+        if header is not None:
+            whose = f"micro-batch {message.micro_batch}: hidden states from stage {message.source}"
+            self._shapes[key], has_failed = read_header(header.wait(), self.shape, self.dtype, whose=whose)
+            if has_failed:
+                self._stop()
+        return self._shapes.get(key) or tuple(1 if size is None else size for size in self.shape)
+
+    def _receive_until(self, last: Message | None) -> None:
+        """Start to receive the messages that wait for their headers, in order, up to ``last`` or all.
+
+        This precedes every wait, so that no stage waits for one that has not begun to receive an earlier message.
+        """
+        for message, pending in list(self._coming.items()) if self._headers else ():
+            if pending is None:
+                _, (self._coming[message],) = exchange([], [self._buffer(message)], group=self.pipeline.group)
+            if message == last:
+                return
+
+    def _received(self, message: Message) -> Tensor:
+        self._receive_until(message)
+        pending = self._coming.pop(message)
+        assert pending is not None
+        return pending.wait()
 
     def _tag(self, message: Message) -> int:
         return 2 * (message.part * self.schedule.num_micro_batches + message.micro_batch) + message.is_gradient
@@ -250,21 +319,27 @@ class _Step(Generic[T]):
         self.hooks.before_action(action)
         part = self.schedule.part(self._stage, action.chunk)
         needed = needed_by(self.schedule, self._stage, action)
-        received = None if needed is None else self._coming.pop(needed).wait()
+        received = None if needed is None else self._received(needed)
         made: Tensor | None = None
-        if self._failure is None:
+        if not self._has_stopped:
             try:
                 made = self._computed(action, part, received)
             except Exception as error:
                 self._failure = error
-                for kept in (self._inputs, self._roots, self._waiting):
-                    kept.clear()
+                self._stop()
         message = made_by(self.schedule, self._stage, action)
         if message is not None:
             # Send zeros if there is no gradient, for example if no output depends on the input.
             if made is None:
-                made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+                made = torch.zeros(self._shape_of(message), dtype=self.dtype, device=self.device)
+            if self._varies and not message.is_gradient:
+                self._shapes[message.micro_batch, message.part] = tuple(made.shape)
             self._made[message] = made
+
+    def _stop(self) -> None:
+        self._has_stopped = True
+        for kept in (self._inputs, self._roots, self._waiting):
+            kept.clear()
 
     def _computed(self, action: Action, part: int, received: Tensor | None) -> Tensor | None:
         key = (action.micro_batch, action.chunk)
@@ -300,11 +375,8 @@ class _Step(Generic[T]):
             if keeps:
                 self._roots[key] = None if scalar is None or not scalar.requires_grad else get_gradient_edge(scalar)
             return None
-        if tuple(output.shape) != self.shape:
-            raise ShardingError(
-                f"micro-batch {micro_batch}: stage {self._stage} made hidden states of shape {list(output.shape)}, and "
-                f"the stages exchange {list(self.shape)}; every micro-batch must have the same size and length"
-            )
+        whose = f"micro-batch {micro_batch}: stage {self._stage} made hidden states of shape"
+        check_shape(output.shape, self.shape, self.dtype, whose)
         output = output.to(self.dtype)
         if keeps:
             # Keep only the graph; the output is needed only until it is sent.

@@ -23,7 +23,7 @@ from shardwise.core.communication import accounting
 from shardwise.core.communication.agreement import Wait, check_same, ended_ranks, gather_objects
 from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, gather_buffer, is_gloo, time_limit
 from shardwise.core.communication.transports.transport import Pending, check_exchange
-from shardwise.core.errors import DesyncError, LaunchError
+from shardwise.core.errors import DesyncError, LaunchError, ShardwiseError
 
 # PyTorch 2.13 renamed these two and warns about the old names.
 _all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,6 +33,18 @@ _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single"
 _BYTES_TO_SEND_DIRECTLY = 1 << 20
 # gloo puts the line of its source before a reason.
 _SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")
+
+
+def named_error(error: RuntimeError, wait: Wait) -> ShardwiseError:
+    """Return the error of a backend as one that names the call."""
+    rank, size, call = dist.get_rank(), dist.get_world_size(), wait.describe()
+    if ended := ended_ranks():
+        return LaunchError(f"{ended} ended; rank {rank} was waiting for it in {call}")
+    found = f"{wait.finding}; " if wait.finding else ""
+    return DesyncError(
+        f"{found}{call} failed on rank {rank} of {size} after {time.monotonic() - wait.since:.0f} s; "
+        f"another rank ended, does not come, or made another call: {_SOURCE_LINE.sub('', str(error))}"
+    )
 
 
 class Work:
@@ -57,14 +69,7 @@ class Work:
                 limit = _limit_of_waiting(self._group, self._device)
                 self._work.wait() if limit is None else self._work.wait(limit)
             except RuntimeError as error:
-                rank, size, call = dist.get_rank(), dist.get_world_size(), wait.describe()
-                if ended := ended_ranks():
-                    raise LaunchError(f"{ended} ended; rank {rank} was waiting for it in {call}") from error
-                found = f"{wait.finding}; " if wait.finding else ""
-                raise DesyncError(
-                    f"{found}{call} failed on rank {rank} of {size} after {time.monotonic() - wait.since:.0f} s; "
-                    f"another rank ended, does not come, or made another call: {_SOURCE_LINE.sub('', str(error))}"
-                ) from error
+                raise named_error(error, wait) from error
 
     def _awaited(self) -> list[int]:
         return [dist.get_global_rank(self._group, cast(int, self._peer))]

@@ -7,7 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shardwise.core.communication.collectives import all_gather
+from shardwise.core.communication import accounting
+from shardwise.core.communication.collectives import all_gather, all_reduce
+from shardwise.core.communication.context import device_of_host_facts
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import ContextShard
 from shardwise.megatron.absent import say_once
@@ -160,7 +162,9 @@ class GPTModel(MegatronTransformer, GPT):
             ``get_batch_on_this_cp_rank`` takes, and the model gathers them. A mask ``[b, 1, s, s]`` is cut by its rows.
 
         Args:
-            input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as in ``GPT.forward``.
+            input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as in ``GPT.forward``. With
+                ``config.variable_seq_lengths`` a later stage may get no ids, or those of other rows (not packed, or
+                padded): it takes the shape of its input.
             decoder_input: ``[s, b, h]``, or this rank's shard with sequence parallelism, the decoder's input instead of
                 the embedding's output. A later stage ignores it.
             inference_context, inference_params: Megatron's names of ``cache``.
@@ -195,6 +199,8 @@ class GPTModel(MegatronTransformer, GPT):
             input_ids, position_ids, attention_mask, labels, document_ids = (
                 self._whole(each) for each in (input_ids, position_ids, attention_mask, labels, document_ids)
             )
+        elif self.config.variable_seq_lengths and not self.pre_process and inference_context is cache is None:
+            input_ids, position_ids = self._as_the_input(input_ids, position_ids, labels)
         if inference_context is not None:
             if cache is not None or not callable(getattr(inference_context, "append", None)):
                 raise ConfigError(
@@ -226,6 +232,25 @@ class GPTModel(MegatronTransformer, GPT):
         """See ``GPT.next_logits``."""
         logits: Tensor = self(*args, **options)
         return logits[:, -1]
+
+    def _as_the_input(
+        self, input_ids: Tensor | None, position_ids: Tensor | None, labels: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return ids and positions of the shape of a later stage's input."""
+        received, group = self._input_of_a_later_stage(), self.tp_group if self.sequence_parallel else None
+        s, b = received.shape[:2]
+        if group is not None:
+            # This rank's part alone does not tell: 5 positions are those of 9, 10 or 11 on two ranks.
+            host = device_of_host_facts(group, received.device)
+            with accounting.uncounted():
+                s = int(all_reduce(torch.tensor(s, device=host), group=group).item())
+        matches = input_ids is not None and input_ids.shape == (b, s)
+        if matches or (labels is not None and labels.shape != (b, s)):
+            return input_ids, position_ids
+        if position_ids is not None and position_ids.size(-1) != s:
+            position_ids = None
+        # Only the shape of ids is read.
+        return torch.empty((), dtype=torch.int64, device=received.device).expand(b, s), position_ids
 
     def _checked_input(self, decoder_input: Tensor | None) -> Tensor | None:
         if decoder_input is None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import Transfer, exchange
-from shardwise.core.communication.context import default_device
+from shardwise.core.communication.context import default_device, device_of_host_facts
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.megatron.absent import absent_names
@@ -25,6 +26,7 @@ from shardwise.megatron.surface import offer
 from shardwise.models.experts.moe import MoELayer
 from shardwise.training.pipeline import stage as engine
 from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
+from shardwise.training.pipeline.shapes import make_header, read_header
 
 hidden_shape = engine.hidden_shape
 
@@ -78,7 +80,8 @@ def _forward_backward_func(
 ) -> list[Any]:
     """Run the forward and backward passes of all micro-batches through the pipeline. Collective over its stages.
 
-    The model's ``config`` has more settings: ``sequence_parallel``, ``pipeline_dtype``,
+    The model's ``config`` has more settings: ``sequence_parallel``, ``pipeline_dtype``, ``variable_seq_lengths`` (the
+    shape of each micro-batch's hidden states travels ahead of them),
     ``microbatch_group_size_per_vp_stage``, ``grad_scale_func`` (applied to each loss before its backward),
     ``no_sync_func`` (context for all backward steps but the last of each chunk, or a list of contexts, one per chunk)
     and ``finalize_model_grads_func``, called at the end as ``f(chunks, None, pg_collection=...)``.
@@ -92,9 +95,9 @@ def _forward_backward_func(
         data_iterator: argument for ``forward_step_func``; with several chunks a list, one per chunk.
         model: this stage's chunk, or a list of its chunks in order.
         num_microbatches: number of micro-batches in this step.
-        seq_length: length of every sequence, over all ranks that share it.
-        micro_batch_size: number of sequences in each micro-batch.
-        decoder_seq_length: ``seq_length`` or None, because there is no encoder.
+        seq_length: length of every sequence, over all ranks that share it; ignored with ``variable_seq_lengths``.
+        micro_batch_size: number of sequences in each micro-batch; ignored with ``variable_seq_lengths``.
+        decoder_seq_length: ``seq_length`` or None, because there is no encoder; ignored with ``variable_seq_lengths``.
         forward_only: whether to compute no gradients.
         collect_non_loss_data: whether to return ``loss_func(output, non_loss_data=True)``, without a backward pass.
         first_val_step: no effect.
@@ -111,8 +114,6 @@ def _forward_backward_func(
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     iterators = _one_per_chunk(data_iterator, chunks)
-    if decoder_seq_length not in (None, seq_length):
-        raise ConfigError(f"decoder_seq_length is {decoder_seq_length} and seq_length {seq_length}; they must be equal")
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["pp", "tp", "cp"])
     if groups.pp is None:
         raise ConfigError("pg_collection has no group pp, over whose ranks the stages are spread")
@@ -121,6 +122,9 @@ def _forward_backward_func(
     # The config of an engine model lacks these hooks.
     has_hooks, size = isinstance(config, ModelParallelConfig), config.pipeline_model_parallel_size
     hooks = config if has_hooks else ModelParallelConfig(pipeline_model_parallel_size=size)
+    varies = hooks.variable_seq_lengths
+    if not varies and decoder_seq_length not in (None, seq_length):
+        raise ConfigError(f"decoder_seq_length is {decoder_seq_length} and seq_length {seq_length}; they must be equal")
     num_stages = groups.pp.size()
     only_forward = forward_only or collect_non_loss_data
     if only_forward:
@@ -160,14 +164,17 @@ def _forward_backward_func(
     # A stage may have no parameters.
     first = next((param for chunk in chunks for param in chunk.parameters()), None)
     pipeline: engine.Pipeline[Any] = engine.Pipeline(chunks, group=groups.pp)
-    checked = chunks if num_stages * len(chunks) > 1 else []
-    length = seq_length if cp_group is None else divide(seq_length, cp_group.size())
+    checked, length = chunks if num_stages * len(chunks) > 1 and not varies else [], seq_length
+    shape: tuple[int | None, ...] = (None, None, config.hidden_size)
+    if not varies:
+        length = seq_length if cp_group is None else divide(seq_length, cp_group.size())
+        shape = hidden_shape(config, length, micro_batch_size, tp_group=tp_group)
     with _checked_tokens(checked, micro_batch_size, length):
         results = pipeline.run(
             table,
             forward,
             loss,
-            shape=hidden_shape(config, length, micro_batch_size, tp_group=tp_group),
+            shape=shape,
             dtype=hooks.pipeline_dtype or config.params_dtype,
             input_dtype=config.params_dtype,
             device=default_device(groups.pp) if first is None else first.device,
@@ -267,20 +274,17 @@ class P2PCommunicator:
 
     Args:
         pp_group: process group of the stages.
-        config: config with the dtype of the messages: ``pipeline_dtype``, or ``params_dtype`` if it is None.
+        config: config with the dtype of the messages: ``pipeline_dtype``, or ``params_dtype`` if it is None. With
+            ``variable_seq_lengths`` the shape of each tensor is sent ahead of it, and only the number of sizes of a
+            given shape is used.
 
     Attributes:
         next_rank, prev_rank: global ranks of the neighbours.
         total_stages, current_stage: number of stages, and index of this stage, from 0.
         is_pp_first_stage, is_pp_last_stage: whether this stage is the first or the last one.
-
-    Raises:
-        ConfigError: ``variable_seq_lengths`` is set, but both sides must know the shapes.
     """
 
     def __init__(self, pp_group: ProcessGroup, config: ModelParallelConfig) -> None:
-        if config.variable_seq_lengths:
-            raise ConfigError("variable_seq_lengths is set, and stages here exchange tensors of known shapes; unset it")
         self.pp_group, self.config = pp_group, config
         self.current_stage, self.total_stages = pp_group.rank(), pp_group.size()
         self.is_pp_first_stage = self.current_stage == 0
@@ -366,24 +370,40 @@ class P2PCommunicator:
         """Send tensors and receive tensors of the shapes at once; wait, or append the pending messages to ``works``."""
         dtype = self.config.pipeline_dtype or self.config.params_dtype
         options: dict[str, Any] = {"dtype": dtype, "device": default_device(self.pp_group), "requires_grad": True}
+        for tensor in (to_next, to_prev):
+            if tensor is not None and tensor.dtype != dtype:
+                raise ConfigError(f"a tensor of {tensor.dtype} is to be sent, and pipeline_dtype is {dtype}")
+        if self.config.variable_seq_lengths:
+            host = device_of_host_facts(self.pp_group, options["device"])
+            headers = [None if tensor is None else make_header(tensor.shape, host) for tensor in (to_next, to_prev)]
+            given = [None if shape is None else make_header([0] * len(shape), host) for shape in (from_prev, from_next)]
+            for pending in itertools.chain(*self._start(headers, given)):
+                pending.wait()
+            from_prev, from_next = (
+                None if header is None else read_header(header, (None,) * (len(header) - 1), dtype, whose="tensors")[0]
+                for header in given
+            )
         prev, after = (None if shape is None else torch.empty(*shape, **options) for shape in (from_prev, from_next))
-        # With two stages both neighbours are the same rank. Both sides send and receive in this order.
-        sends = ((to_next, self._next, _FORWARD), (to_prev, self._prev, _BACKWARD))
-        receives = ((prev, self._prev, _FORWARD), (after, self._next, _BACKWARD))
-        out, back = (
-            [Transfer(tensor.detach().contiguous(), rank, tag) for tensor, rank, tag in each if tensor is not None]
-            for each in (sends, receives)
-        )
-        for transfer in out:
-            if transfer.tensor.dtype != dtype:
-                raise ConfigError(f"a tensor of {transfer.tensor.dtype} is to be sent, and pipeline_dtype is {dtype}")
-        sent, received = exchange(out, back, group=self.pp_group)
+        sent, received = self._start([to_next, to_prev], [prev, after])
         if works is not None:
             works += [*sent, *received]
             return prev, after
         for pending in (*sent, *received):
             pending.wait()
         return prev, after
+
+    def _start(
+        self, out: Sequence[Tensor | None], back: Sequence[Tensor | None]
+    ) -> tuple[list[Pending], list[Pending]]:
+        """Start to send tensors to the next and the previous stage, and to receive from the previous and the next."""
+        # With two stages both neighbours are the same rank. Both sides send and receive in this order.
+        sends = zip(out, (self._next, self._prev), (_FORWARD, _BACKWARD), strict=True)
+        receives = zip(back, (self._prev, self._next), (_FORWARD, _BACKWARD), strict=True)
+        transfers = (
+            [Transfer(tensor.detach().contiguous(), rank, tag) for tensor, rank, tag in each if tensor is not None]
+            for each in (sends, receives)
+        )
+        return exchange(*transfers, group=self.pp_group)
 
 
 def _communicator(config: ModelParallelConfig) -> P2PCommunicator:

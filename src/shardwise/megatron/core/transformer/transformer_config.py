@@ -49,6 +49,8 @@ class ModelParallelConfig(LayerConfig, inert_settings_of("ModelParallelConfig"),
         cross_entropy_loss_fusion, cross_entropy_fusion_impl: True and ``"linear"`` fuse the output layer with the loss,
             so that the logits of all ranks are never in memory. The loss alone is always one fused operation.
         microbatch_group_size_per_vp_stage: group size of interleaving; ``pipeline_model_parallel_size`` if None.
+        variable_seq_lengths: whether micro-batches differ in size or length; between stages the shape of hidden states
+            then travels ahead of them.
 
     The config also has the fields of ``LayerConfig``. It accepts Megatron's other fields: one that differs from its
     default warns once per process if it has no effect here, and raises if it would change results.
@@ -71,6 +73,7 @@ class ModelParallelConfig(LayerConfig, inert_settings_of("ModelParallelConfig"),
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
     microbatch_group_size_per_vp_stage: int | None = None
+    variable_seq_lengths: bool = False
 
     def __post_init__(self) -> None:
         check_inert(self)
