@@ -10,13 +10,13 @@ import torch
 from adapters.problem import quiet
 from ranks import join_ranks, leave_ranks, seconds_of
 
-from shardwise.core.topology import Groups
+from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.models.generation import GREEDY, BatchEngine, Request, generate, on_layers
 from shardwise.models.gpt import GPT
 from shardwise.storage.huggingface import load_pretrained
 
-RANK_VARIANTS = ("ours_tp2", "transformers_tp2")
+RANK_VARIANTS = ("ours_tp2", "transformers_tp2", "batch_tp2", "batch_pp2")
 SINGLE_VARIANTS = ("ours", "transformers", "batch", "exact_batch", "products_of_1", "products_of_batch")
 READING_VARIANTS = ("prefill", "training_forward")
 
@@ -80,9 +80,12 @@ class DecodeRunner:
         suffix = "" if is_single else "_tp2"
         self._calls["ours" + suffix] = lambda: generate(model, first, max_new_tokens=new, sampling=GREEDY)
         self._calls["transformers" + suffix] = self._transformers(folder, prompts[:1], new, is_single=is_single)
-        if not is_single:
-            return
         requests = [Request(prompt, new, GREEDY) for prompt in prompts.tolist()]
+        if not is_single:
+            stages = load_pretrained(folder, groups=Groups.of(Topology.create(pp=self._topology.size("tp"))))
+            self._calls["batch_tp2"] = self._batch(model, requests)
+            self._calls["batch_pp2"] = self._batch(on_layers(stages, "auto")[0], requests)
+            return
         self._calls["batch"] = self._batch(model, requests)
         exact = load_pretrained(folder, groups=groups, exact_parts=sizes.num_groups)
         self._calls["exact_batch"] = self._batch(exact, requests)
