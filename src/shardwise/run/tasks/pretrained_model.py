@@ -189,7 +189,6 @@ def check_by_plan(settings: FinetuneSettings, model: ModelConfig) -> None:
             settings.recompute.granularity != "none" and not settings.recompute.is_of_each_layer,
             f"--recompute {settings.recompute}; use --recompute.granularity full alone",
         ),
-        (settings.optimizer.name == "muon", "--optimizer.name muon; use adamw"),
         (lora.is_on, "adapters; leave out the --lora flags, which trains all weights"),
         (settings.record_routing or settings.replay_routing, "--record-routing and --replay-routing; leave them out"),
         (dropout not in (None, 0.0, own), f"--model.dropout {dropout}; use 0, or leave it out for {own:g}"),

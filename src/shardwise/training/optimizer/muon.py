@@ -11,9 +11,7 @@ Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural netw
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_to_all
-from shardwise.core.errors import ConfigError
-from shardwise.core.sharding import Interval, ParamLayout
-from shardwise.models.experts.moe import ExpertWeights
-from shardwise.models.transformer.attention import SelfAttention
-from shardwise.models.transformer.heads import qkv_sections
-from shardwise.models.transformer.latent_attention import LatentSelfAttention
-from shardwise.models.transformer.layer import TransformerLayer
-from shardwise.nn import ColumnLinear
-from shardwise.nn.parallel_linear import ParallelLinear
+from shardwise.core.sharding import ParamLayout
 from shardwise.training.gradients import Division
 from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.matrices import Matrix, weights_of
 
 # Coefficients of x -> a x + b (x x^T) x + c (x x^T)^2 x, chosen so that five steps bring singular values near 1; Jordan
 # et al. 2024.
@@ -76,108 +67,12 @@ def update_(param: Tensor, move: Tensor, *, rate: float, weight_decay: float) ->
 
 def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
     """Return the shapes of the whole matrices whose updates are orthogonalized."""
-    return {matrix.layout.global_shape for weight in _weights(model) for matrix in weight.matrices}
+    return {matrix.layout.global_shape for weight in weights_of(model) for matrix in weight.matrices}
 
 
 def product_dtype(params_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of matrix products: the parameters' dtype, or fp32 for fp16."""
     return torch.float32 if params_dtype == torch.float16 else params_dtype
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """Rows of a weight that form a matrix, such as the queries of a query-key-value weight.
-
-    ``runs`` has the first index and the length of each run of this rank's part, in its part of the weight.
-    """
-
-    layout: ParamLayout
-    runs: tuple[tuple[int, int], ...]
-
-    @property
-    def dim(self) -> int:
-        assert self.layout.dim is not None
-        return self.layout.dim
-
-    def views(self, weight: Tensor) -> list[Tensor]:
-        """Return views of this rank's part of the matrix in its part of the weight, one for each run."""
-        return [weight.narrow(self.dim, start, length) for start, length in self.runs]
-
-
-@cache
-def _matrix(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Matrix:
-    """Return the matrix that consists of the given runs of a weight's rows."""
-    if layout.dim == 1:
-        # A weight with split columns is one matrix.
-        return _Matrix(layout, ((0, layout.local_size(rank)),))
-    intervals: list[list[Interval]] = []
-    runs: list[list[tuple[int, int]]] = []
-    for held in layout.intervals:
-        intervals.append([])
-        runs.append([])
-        local = 0
-        for start, stop in held:
-            before = 0
-            for first, last in rows:
-                low, high = max(first, start), min(last, stop)
-                if low < high:
-                    intervals[-1].append((before + low - first, before + high - first))
-                    runs[-1].append((local + low - start, high - low))
-                before += last - first
-            local += stop - start
-    shape = (sum(last - first for first, last in rows), *layout.global_shape[1:])
-    # A rank without rows has an empty run.
-    return _Matrix(ParamLayout.of_intervals(shape, 0, intervals), tuple(runs[rank]) or ((0, 0),))
-
-
-class _Weight(NamedTuple):
-    """A weight, the ranks that split its matrices, and the matrices that this rank has parts of."""
-
-    param: Parameter
-    group: ProcessGroup
-    matrices: list[_Matrix]
-
-
-def _weights(model: nn.Module) -> Iterator[_Weight]:
-    """Yield the trained weights of the linear layers and experts in transformer layers."""
-    for layer in model.modules():
-        if not isinstance(layer, TransformerLayer):
-            continue
-        fused = {}
-        for attention in layer.modules():
-            if isinstance(attention, LatentSelfAttention):
-                raise ConfigError("muon cannot be used with latent attention; use adamw")
-            if isinstance(attention, SelfAttention) and attention.keys_are_values:
-                raise ConfigError("muon cannot be used with keys that are values (global_heads); use adamw")
-            if isinstance(attention, SelfAttention):
-                heads = attention.linear_proj.in_features // attention.head_dim
-                blocks = attention.linear_qkv.out_features // attention.head_dim
-                rows = qkv_sections(heads, (blocks - heads) // 2, attention.head_dim)
-                fused[id(attention.linear_qkv)] = rows
-        for linear in layer.modules():
-            if isinstance(linear, ExpertWeights):
-                yield from _weights_of_experts(linear)
-            if isinstance(linear, ParallelLinear) and linear.weight is not None and linear.weight.requires_grad:
-                section = linear.out_features // (linear.sections if isinstance(linear, ColumnLinear) else 1)
-                equal = tuple(((start, start + section),) for start in range(0, linear.out_features, section))
-                layout, rank = linear.param_layouts["weight"], linear.group.rank()
-                matrices = [_matrix(layout, rows, rank) for rows in fused.get(id(linear), equal)]
-                yield _Weight(linear.weight, linear.group, matrices)
-
-
-def _weights_of_experts(experts: ExpertWeights) -> Iterator[_Weight]:
-    """Yield the weights of experts; the gate, the up and the down projection of each expert are matrices."""
-    group, width = experts.expert_tp, experts.param_layouts["down"].global_shape[0] // experts.num
-    # The ranks that split this rank's experts follow each other.
-    first = experts.group.rank() - group.rank()
-    for name in ("up", "down"):
-        param, whole = experts.get_parameter(name), experts.param_layouts[name]
-        if param.requires_grad:
-            held = ParamLayout(whole.global_shape, 0, whole.intervals[first : first + group.size()], group.size())
-            rows = whole.global_shape[0] // experts.num
-            own = range(experts.first_own * rows, (experts.first_own + experts.num_own) * rows, width)
-            matrices = [_matrix(held, ((start, start + width),), group.rank()) for start in own]
-            yield _Weight(param, group, matrices)
 
 
 class Muon:
@@ -217,12 +112,12 @@ class Muon:
         epsilon: float,
         adamw: Callable[..., AdamW] = AdamW,
     ) -> None:
-        self._parts: dict[Parameter, list[_Matrix]] = {}
+        self._parts: dict[Parameter, list[Matrix]] = {}
         self._momenta: dict[Parameter, Tensor] = {}
         self._local_shapes: dict[Parameter, torch.Size] = {}
         self._shares: Mapping[Parameter, Division] = {}
-        self._groups: dict[Parameter, ProcessGroup] = {}
-        for param, group, matrices in _weights(model):
+        self._groups: dict[Parameter, ProcessGroup | None] = {}
+        for param, group, matrices in weights_of(model):
             self._parts[param], self._groups[param] = matrices, group
             self._local_shapes[param] = param.shape
         first = next(iter(self._parts), None)
@@ -281,7 +176,7 @@ class Muon:
 
         ``gradients`` has the gradients, with momentum, of some weights: this tensor-parallel rank's part, flattened.
         """
-        parts: list[tuple[int, _Matrix]] = []
+        parts: list[tuple[int, Matrix]] = []
         shards: list[Tensor] = []
         for index, flat in gradients.items():
             gradient = flat.view(self._local_shapes[params[index]])
@@ -341,7 +236,7 @@ class Muon:
             if run:
                 yield run
 
-    def _ranks_of(self, param: Parameter) -> tuple[ProcessGroup, ProcessGroup | None]:
+    def _ranks_of(self, param: Parameter) -> tuple[ProcessGroup | None, ProcessGroup | None]:
         """Return the ranks that split the matrices of a weight, and those that have its elements."""
         share = self._shares.get(param)
         return self._groups[param], None if share is None else share.group
@@ -352,9 +247,9 @@ class Muon:
         return (param.numel(),) if share is None else tuple(stop - start for start, stop in share.intervals)
 
 
-def _orthogonalized(parts: Sequence[_Matrix], shards: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+def _orthogonalized(parts: Sequence[Matrix], shards: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
     """Return this rank's shards of the orthogonalized matrices, from its shards of the matrices."""
-    if group.size() == 1 or not shards:
+    if group is None or group.size() == 1 or not shards:
         return [orthogonalized(shard) for shard in shards]
     ranks = range(group.size())
     sizes = [[math.prod(part.layout.local_shape(other)) for other in ranks] for part in parts]
