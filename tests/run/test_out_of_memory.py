@@ -51,14 +51,6 @@ def advised(folder, available, *, world_size=1):
     return advice(settings, model_of(settings.model, 301), "cpu", world_size, available).split("\n")
 
 
-@pytest.mark.slow
-def test_the_plan_and_the_smallest_change(tmp_path):
-    lines = advised(tmp_path, 2_500_000)
-    assert any(line.split()[:4] == ["stage", "layers", "weights", "gradients"] for line in lines)
-    assert lines[-1].startswith("The smallest change that fits, with ")
-    assert lines[-1].endswith(": --training.micro-batch-size 8")
-
-
 def test_advice_where_nothing_fits_or_all_should(tmp_path):
     assert advised(tmp_path, 1_000)[-1].startswith("No layout of 1 ranks needs as little as 900 B of each; use more")
     assert advised(tmp_path, 1 << 40)[-1].startswith("By the plan 921.6 GiB are enough")
@@ -66,7 +58,7 @@ def test_advice_where_nothing_fits_or_all_should(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fresh_process_advises(tmp_path, monkeypatch):
+def test_a_fresh_process_gives_the_plan_and_the_smallest_change(tmp_path, monkeypatch):
     monkeypatch.setattr("shardwise.run.out_of_memory._SECONDS", 3600)
     settings = tiny_settings(tmp_path, global_batch_size=16)
     ranks = Ranks(0, 0, 1, torch.device("cpu"))
@@ -77,7 +69,9 @@ def test_a_fresh_process_advises(tmp_path, monkeypatch):
     assert code == 1
     message, *lines = text.split("\n")
     assert message == "out of memory on a rank, which asked for 4.00 GiB more; the run has about 2.38 MiB here"
-    assert lines == advised(tmp_path, 2_500_000)
+    assert any(line.split()[:4] == ["stage", "layers", "weights", "gradients"] for line in lines)
+    assert lines[-1].startswith("The smallest change that fits, with ")
+    assert lines[-1].endswith(": --training.micro-batch-size 8")
 
 
 def test_other_errors_pass(tmp_path):
@@ -131,11 +125,11 @@ def test_a_sample_beyond_the_limit_of_memory_trains_on_ranks_that_share_it(tmp_p
     text = tmp_path / "text.txt"
     with open(argparse.__file__) as file:
         text.write_text(file.read())
-    sizes = {"num-layers": 5, "hidden-size": 128, "num-heads": 2, "ffn-hidden-size": 8192, "vocab-size": 300}
+    sizes = {"num-layers": 6, "hidden-size": 32, "num-heads": 2, "ffn-hidden-size": 8192, "vocab-size": 300}
     argv = ["train", "--data", str(text), "--device", "cpu", "--model.sequence-length", "4096"]
     argv += [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
     argv += ["--training.steps", "1", "--training.global-batch-size", "1"]
-    # One rank keeps 1.9 GiB for the backward, and four about half a GiB each.
+    # One rank keeps 2.3 GiB for the backward, and four about 0.6 GiB each.
     for ranks, exit_code in ((1, 1), (4, 0)):
         more = ["--out", str(tmp_path / f"run {ranks}"), "--cp", str(ranks)]
         ended = run_commands(tmp_path, [[*argv, *more]] * ranks, changed=limit_memory, OMP_NUM_THREADS=1)
@@ -148,11 +142,12 @@ def test_a_sample_beyond_the_limit_of_memory_trains_on_ranks_that_share_it(tmp_p
 def test_a_run_beyond_its_limit_of_memory(tmp_path, tp):
     text = tmp_path / "text.txt"
     with open(argparse.__file__) as file:
-        text.write_text(20 * file.read())
-    sizes = {"num-layers": 2, "hidden-size": 32, "num-heads": 2, "ffn-hidden-size": 1024, "vocab-size": 300}
+        text.write_text(file.read())
+    sizes = {"num-layers": 2, "hidden-size": 32, "num-heads": 2, "ffn-hidden-size": 65536, "vocab-size": 300}
     argv = ["train", "--data", str(text), "--out", str(tmp_path / "run"), "--device", "cpu", "--tp", str(tp)]
     argv += [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
-    argv += ["--training.steps", "1", "--training.global-batch-size", "2048"]
+    argv += ["--training.steps", "1", "--training.global-batch-size", "16"]
+    argv += ["--model.sequence-length", "512"]
     # One tensor of the MLP alone takes 4 GiB.
     cache = {"OMP_NUM_THREADS": "1", "SHARDWISE_CACHE": tmp_path / "cache"}
     done = run("-c", LIMITED, json.dumps(argv), exit_code=1, **cache)
