@@ -320,6 +320,43 @@ FAULTS = (
         "pass",
         "tests/nn/test_recompute.py::test_gradients_and_random_numbers_are_those_of_a_plain_call",
     ),
+    # Generation for many prompts, models by plan, and files of others.
+    Fault(
+        "ranks with caches of other sizes",
+        "engine:BatchEngine._usual_capacity",
+        "range(model.tp_group.size())",
+        "[model.tp_group.rank()]",
+        "tests/models/generation/test_engine.py::test_ranks_with_other_numbers_of_heads_have_as_many_pages",
+    ),
+    Fault(
+        "pages shared after their end",
+        "paged_cache:PagedCache.release_",
+        "del self._full[self._keys.pop(page)]",
+        "pass",
+        "tests/models/generation/test_engine.py::test_nothing_is_shared_between_runs",
+    ),
+    Fault(
+        "penalties without the prompt",
+        "engine:BatchEngine._choose",
+        "History(each.request.start,",
+        "History((),",
+        "tests/models/generation/test_engine.py::test_requests_join_and_leave_while_others_go_on",
+    ),
+    Fault(
+        "weights of classes ignored",
+        "logits:_cross_entropy",
+        "weight is None and size_average",
+        "size_average",
+        "tests/models/by_plan/test_logits.py::test_a_forward_that_reads_logits_otherwise_has_whole_ones",
+    ),
+    Fault(
+        "tenth chunk before the second",
+        "chunks:_states",
+        "sorted(numbered)",
+        "sorted(numbered, key=str)",
+        "tests/storage/huggingface/test_megatron_checkpoints.py"
+        "::test_layers_of_more_than_ten_interleaved_chunks_are_in_order",
+    ),
 )
 
 

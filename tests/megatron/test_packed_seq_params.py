@@ -11,6 +11,7 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.packed_seq_params import PackedSeqParams
+from shardwise.megatron.transformer_layer import TransformerLayer
 
 V, S = 23, 16
 LENGTHS, PADDED = (3, 5, 1), (4, 5, 3)
@@ -56,6 +57,29 @@ def test_each_sequence_gives_what_it_gives_alone(group, position_embedding_type,
             assert apart > 1e-3, "without the description a sequence sees those before it"
     packed.square().sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_alone_has_the_length_of_the_whole_row(group):
+    """With sequence parallelism its input is a part of the row."""
+    parallel_state.initialize_model_parallel(2)
+    hidden = torch.randn(sum(LENGTHS) + 3, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for split in (False, True):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=12,
+            num_attention_heads=3,
+            params_dtype=torch.float64,
+            **NO_DROPOUT,
+            tensor_model_parallel_size=2,
+            sequence_parallel=split,
+        )
+        torch.manual_seed(3)
+        layer = TransformerLayer(config, get_gpt_layer_local_spec().submodules)
+        own = hidden.chunk(2)[group.rank()] if split else hidden
+        outputs.append(layer(own, packed_seq_params=params())[0])
+    assert_close_to(outputs[1], outputs[0].chunk(2)[group.rank()], rtol_of_norm=1e-13)
 
 
 @pytest.mark.ranks(1)

@@ -81,7 +81,8 @@ def test_attention_alone_is_the_dense_one_on_this_rank_s_heads(group):
     arranged = [part.permute(1, 2, 0, 3) for part in dense]
     output = F.scaled_dot_product_attention(*arranged, is_causal=True, enable_gqa=True, scale=0.3)
     output.square().sum().backward()
-    attention = DotProductAttention(config(attention_dropout=0.0), 1, AttnMaskType.causal, "self", softmax_scale=0.3)
+    own_values = {"attention_dropout": 0.0, "softmax_scale": 0.3}
+    attention = DotProductAttention(config(attention_dropout=0.9), 1, AttnMaskType.causal, "self", **own_values)
     # Ranks hold whole groups: two of three, and one.
     groups = slice(0, 2) if group.rank() == 0 else slice(2, 3)
     heads = slice(2 * groups.start, 2 * groups.stop)

@@ -82,6 +82,15 @@ def test_stages_read_at_the_same_time(group):
 
 
 @pytest.mark.ranks(2)
+def test_log_probs_arrive_in_fp32(group):
+    whole, model = (
+        stage_of("llama", Topology.create(**sizes), params_dtype=torch.bfloat16) for sizes in ({}, {"pp": 2})
+    )
+    request = Request([2, 7, 1, 8, 2, 8, 1, 8], 4, log_probs=1, prompt_log_probs=1)
+    assert_as_alone(dict(enumerate(generate_all(model, [request]))), generate_all(whole, [request]), rel=1e-6)
+
+
+@pytest.mark.ranks(2)
 def test_a_run_that_is_left(group):
     """What the stages have in work is dropped on all of them, and the next run is as the first."""
     model = stage_of("gpt", Topology.create(pp=2))
