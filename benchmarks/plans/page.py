@@ -52,8 +52,9 @@ ratio allows (12, 6, 4 or 1). `benchmarks/plans/tiny.py` has the rule, and at mo
 
 _OTHER = """
 
-*transformers* is its own tensor parallelism, loaded by `from_pretrained(distributed_config=)`: right are {counts}. A
-wrong one is followed by the parameters with the largest errors of gradients, or by *logits* if these are wrong."""
+*transformers* is its own tensor parallelism, loaded by `from_pretrained(distributed_config=)`, which is
+right for {counts}. A wrong one is followed by the parameters with the largest
+errors of gradients, or by *logits* if these are wrong."""
 
 
 def page(ours: dict[str, Any], theirs: Sequence[dict[str, Any]], overrides: dict[str, dict[str, Any]]) -> str:
@@ -77,7 +78,7 @@ def page(ours: dict[str, Any], theirs: Sequence[dict[str, Any]], overrides: dict
         reason = CAUSES.get(name) or (_short(reasons[0]) if reasons else "")
         rows.append(f"| `{name.removesuffix('Config')}` | {' | '.join([*cells, reason])} |")
     right = ", ".join(f"{counts[column]} at tp {column[1]}" for column in _COLUMNS[:3])
-    right = f"Right are {right}, and in the second pass {counts[_COLUMNS[3]]} and {counts[_COLUMNS[4]]}."
+    right = f"This holds for {right}, {counts[_COLUMNS[3]]} with 9 heads, {counts[_COLUMNS[4]]} with 12 of width 1."
     right += f"""
 Of the classes, {splits} compute the loss of each rank's part of the vocabulary; other models have no head, one that the
 plan leaves whole, or read logits otherwise."""

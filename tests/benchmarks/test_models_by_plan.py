@@ -30,7 +30,7 @@ def test_classes_are_measured_and_a_second_start_goes_on(tmp_path: Path) -> None
     }
     assert verdicts == {name: ["right"] * 5, "EsmcConfig": ["refused"] * 3 + ["not run"] * 2}
     shown = page(found, [found], OVERRIDES)
-    assert "Right are 1 at tp 2, 1 at tp 3, 1 at tp 4, and in the second pass 1 and 1." in shown
+    assert "This holds for 1 at tp 2, 1 at tp 3, 1 at tp 4, 1 with 9 heads, 1 with 12 of width 1." in shown
     assert "| `GPTNeoX` | right | right | right | right | right | right |  |" in shown
     assert "| `Esmc` | refused |" in shown
 
@@ -40,7 +40,7 @@ def test_the_page_has_a_row_for_each_class_and_counts_them() -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert f"({len(rows)} classes)" in text.replace("\n", " ")
     numbers = [sum(row[column] == "right" for row in rows) for column in range(1, 6)]
-    assert f"Right are {numbers[0]} at tp 2, {numbers[1]} at tp 3, {numbers[2]} at tp 4" in text
+    assert f"This holds for {numbers[0]} at tp 2, {numbers[1]} at tp 3, {numbers[2]} at tp 4" in text
     assert numbers[0] >= 90
     assert numbers[1] >= 75
     assert numbers[2] >= 90

@@ -27,6 +27,8 @@ def test_json_is_what_the_table_shows(capsys, report):
     for name, version in report["versions"].items():
         assert f"\n{name} " in f"\n{table}"
         assert version in table
+    for name, value in report["environment"].items():
+        assert (f"\n{name} " in table) == (value is not None)
     assert main(["env"]) == 0
     assert capsys.readouterr().out == table + "\n"
 

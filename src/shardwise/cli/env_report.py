@@ -187,7 +187,7 @@ def as_table(report: dict[str, Any]) -> str:
         ("", ""),
         *((f"backend {name}", text) for name, text in report["distributed backends"].items()),
         ("", ""),
-        *((name, "not set" if value is None else value) for name, value in report["environment"].items()),
+        *((name, value) for name, value in report["environment"].items() if value is not None),
         ("", ""),
         *((path["name"], f"{'on' if path['on'] else 'off'}: {path['why']}") for path in report["fast paths"]),
     ]
