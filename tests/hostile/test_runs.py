@@ -59,27 +59,6 @@ def test_a_diverged_run_names_a_checkpoint_from_which_it_goes_on(
         assert len(losses(folder)) == reached + 2
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--optimizer.clip-grad-norm", "inf"),
-        ("--optimizer.epsilon", "inf"),
-        ("--optimizer.weight-decay", "inf"),
-        ("--model.vocab-size", "10000000000"),
-        ("--training.steps", "100000000000000000000"),
-        ("--training.seed", "100000000000000000000"),
-        ("--model.hidden-size", "100000000000000000000"),
-    ],
-)
-def test_a_number_that_cannot_be_is_named_before_anything_else(
-    flag: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--data", "/no/such/file", "--model.num-heads", "1", flag, value]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"shardwise train: error: {flag.removeprefix('--')} is {value}; it must be ")
-    assert said.count("\n") == 1
-
-
 def test_no_checkpoint_is_claimed_by_a_run_that_is_interrupted_while_it_prepares(tmp_path: Path) -> None:
     with Program(*command(tmp_path, "--training.steps", LONG, tp=2), SHARDWISE_CACHE=tmp_path / "cache") as program:
         program.wait_until(program.children, "ranks are started")

@@ -60,15 +60,6 @@ def test_column_linear_is_a_part_of_linear(group, bias, sequence_parallel):
     assert_close_to(whole, dense(dense_x), rtol_of_norm=1e-13)
 
 
-@pytest.mark.ranks(2, 3)
-def test_sections_are_gathered_one_after_the_other(group):
-    """Each of another width on each rank; the whole output is that of one layer over both."""
-    layer = made(lambda: ColumnLinear(IN, 2 * OUT, sections=2, group=group, dtype=torch.float64))
-    dense = made(lambda: nn.Linear(IN, 2 * OUT, dtype=torch.float64))
-    x = torch.randn(S, B, IN, dtype=torch.float64)
-    assert_close_to(layer.gather(layer(x)), dense(x), rtol_of_norm=1e-13)
-
-
 @pytest.mark.ranks(1, 2)
 def test_outputs_may_be_written_to(group):
     width, options = group.size() * 6, {"group": group, "dtype": torch.float64}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness.parity import assert_bit_equal
 from run.tiny_layouts import assert_relative, losses_of, state_of, trainer_of
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
@@ -38,10 +40,14 @@ def test_saved_at_one_layout_and_resumed_at_another(group, tmp_path, optimizer):
     whole = {key: gather_parameter(shard.data, shard.layout, group=source.tp_group) for key, shard in state.items()}
     assert all(tensor.any() for tensor in whole.values())
     path = checkpoint.save(tmp_path / "first", DONE, state, {}, group=group)
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), process_group=group)
     expected = losses_of(source, LEFT, first=DONE)
     for parallel in LAYOUTS:
         name = str(parallel)
         trainer = trainer_of(tmp_path, parallel, **options)
+        if parallel.pp == 2:
+            dcp.load(state_of(trainer), storage_reader=FileSystemReader(tmp_path / "dcp"), process_group=group)
+            assert_holds(trainer, whole, f"{name} by PyTorch's own")
         checkpoint.load(path, state_of(trainer), group=group)
         trainer.optimizer.set_step_(DONE)
         # What it saves is what it has loaded, for those who go on at the first layout again.

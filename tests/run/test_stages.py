@@ -1,108 +1,24 @@
-"""Training in pipeline stages is the training of the whole model."""
+"""Runs in pipeline stages go on at other layouts, and prove parity; their steps are in ``test_ten_layouts.py``."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import pytest
-import torch
 import torch.distributed as dist
-from harness.parity import assert_close_to
-from run.test_run import open_tiny
+from run.test_run import interrupted_at, open_tiny
 from run.tiny import tiny_settings
 
 from shardwise.core.communication import overlap
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ParityError
-from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
-from shardwise.core.topology import Groups, Topology
-from shardwise.data import Batch
 from shardwise.run.banner import banner
-from shardwise.run.build import build_model
 from shardwise.run.exact.parity import check_exact_parity
 from shardwise.run.metrics import read_metrics
 from shardwise.run.parity import check_parity
 from shardwise.run.run import train
-from shardwise.run.session import count_parameters
 from shardwise.run.settings import ParallelSettings
 from shardwise.training.pipeline import Pipeline
-from shardwise.training.trainer import Trainer
-
-VOCAB = 101
-STEPS = 10
-GPIPE = ParallelSettings(pp=2, pipeline_schedule="gpipe")
-
-
-def trainer_of(folder, parallel, **model):
-    settings = tiny_settings(
-        folder, model={"num_layers": 5, "hidden_size": 24, **model}, dtype="float64", steps=STEPS, micro_batch_size=1
-    )
-    settings = dataclasses.replace(settings, parallel=parallel)
-    topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
-    groups = Groups.of(topology)
-    if parallel == ParallelSettings():
-        # The whole model, on each rank alone.
-        groups = Groups(tp=groups.tp, dp=groups.tp)
-    torch.manual_seed(settings.training.seed)
-    model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
-    return Trainer(settings, model, groups), topology
-
-
-def curve(trainer, steps=STEPS):
-    """Losses and gradient norms of 4 samples a step, shared out over data-parallel ranks."""
-    generator = torch.Generator().manual_seed(2)
-    share = 4 // trainer.dp_group.size()
-    mine = slice(trainer.dp_group.rank() * share, (trainer.dp_group.rank() + 1) * share)
-    results = []
-    for step in range(steps):
-        start = torch.randint(VOCAB, (4, 1), generator=generator)
-        ids = (start + torch.arange(trainer.settings.model.sequence_length + 1) * 7) % VOCAB
-        tokens, labels = ids[mine, :-1], ids[mine, 1:]
-        result = trainer.step(step, map(Batch, tokens.split(1), labels.split(1)))
-        results.append((result.loss, result.grad_norm))
-    return torch.tensor(results, dtype=torch.float64)
-
-
-RICHEST = ParallelSettings(tp=2, pp=2, sequence_parallel=True, pipeline_schedule="interleaved", virtual_stages=2)
-LAYOUTS = {
-    2: [
-        GPIPE,
-        ParallelSettings(pp=2),
-        ParallelSettings(pp=2, pipeline_schedule="interleaved", virtual_stages=2),
-        ParallelSettings(pp=2, pipeline_schedule="zero-bubble"),
-    ],
-    4: [
-        ParallelSettings(tp=2),
-        ParallelSettings(pp=2),
-        ParallelSettings(tp=2, pp=2),
-        ParallelSettings(tp=2, pp=2, sequence_parallel=True, pipeline_schedule="zero-bubble"),
-        RICHEST,
-        ParallelSettings(pp=4),
-    ],
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("architecture", ["llama", "gpt"])
-def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
-    model = {"architecture": architecture, "tie_embeddings": architecture == "llama", "sequence_length": 13}
-    whole, alone = trainer_of(tmp_path, ParallelSettings(), **model)
-    expected = curve(whole)
-    assert expected[-1, 0] < expected[0, 0] - 0.1
-    final = sharded_state_dict(whole.model, group=alone.group("tp"))
-    # What a GPT has otherwise (learned positions, biases) meets all layouts of two ranks, and the richest of four.
-    layouts = LAYOUTS[group.size()] if architecture == "llama" or group.size() == 2 else [RICHEST]
-    for parallel in layouts:
-        trainer, topology = trainer_of(tmp_path, parallel, **model)
-        assert_close_to(curve(trainer), expected, rtol_of_norm=1e-11, name=str(parallel))
-        number = sum(p.numel() for p in whole.model.parameters())
-        assert count_parameters(trainer.model, topology) == (number, number)
-        for key, shard in sharded_state_dict(trainer.model, group=trainer.tp_group).items():
-            gathered = gather_parameter(shard.data, shard.layout, group=trainer.tp_group)
-            assert_close_to(gathered, final[key].data.detach(), rtol_of_norm=1e-7, name=f"{key}, {parallel}")
 
 
 def staged_settings(folder, parallel, **training):
@@ -128,22 +44,19 @@ def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
     ]
     whole = dataclasses.replace(staged_settings(tmp_path, ParallelSettings(), steps=8), out=str(tmp_path / "whole"))
     reference = train(open_tiny(whole, monkeypatch, tmp_path))
+    numbers = set()
     for done, parallel in zip((2, 4, 6, 8), layouts, strict=True):
         # Saved at 2, 4 and 6 by a run that was to take 8.
         saves = {"save_every": 2, "asynchronous_saves": False}
         session = open_tiny(staged_settings(tmp_path, parallel, steps=8, **saves), monkeypatch, tmp_path)
-        original = session.trainer.train_step
-
-        def stop(step, loader, hooks, done=done, original=original):
+        numbers.add(session.num_parameters)
+        if done < 8:
             # What was reached at `done` is saved when one more step has found it good.
-            if step == done + 1:
-                raise KeyboardInterrupt
-            return original(step, loader, hooks)
-
-        session.trainer.train_step = stop
-        with contextlib.suppress(KeyboardInterrupt):
+            interrupted_at(done + 1, session)
+        else:
             outcome = train(session)
         dist.barrier(group=group)
+    assert len(numbers) == 1
     assert outcome.held_out_bits_per_byte == pytest.approx(reference.held_out_bits_per_byte, rel=1e-9)
     rows = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "whole")}
     for name in ("loss", "grad_norm"):

@@ -1,4 +1,4 @@
-"""Ten layouts, each with recomputation: the losses and the last weights are those of one rank, and settings work."""
+"""Layouts, each with recomputation: the losses and the last weights are those of one rank, and settings work."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ PAIRS, FIRST = RecomputeSettings("full", num_layers=2), RecomputeSettings("full"
 MLP, PARTS = (
     RecomputeSettings("selective", modules=modules) for modules in (("mlp",), ("core_attn", "layernorm", "mlp"))
 )
+INTERLEAVED_PARTS = P(tp=2, pp=2, sequence_parallel=True, pipeline_schedule="interleaved", virtual_stages=2)
 CASES = {
     1: [Case(P(), PAIRS, "muon")],
     2: [
@@ -53,11 +54,15 @@ CASES = {
         Case(P(tp=2, sequence_parallel=True), FIRST, "adamw", "gpt"),
         Case(P(tp=2), PARTS, "adamw", "gpt"),
         Case(P(pp=2, pipeline_schedule="zero-bubble"), MLP, "adamw", in_fp32=True),
+        Case(P(pp=2, pipeline_schedule="gpipe"), FIRST, "adamw", "gpt"),
+        Case(P(pp=2), PAIRS, "adamw"),
     ],
     4: [
         Case(P(tp=2, sequence_parallel=True, zero=1), MLP, "muon", in_fp32=True),
         Case(P(tp=2, sequence_parallel=True, fsdp=True), PARTS, "adamw", "gpt"),
         Case(P(pp=2, pipeline_schedule="interleaved", virtual_stages=2, fsdp=True), PAIRS, "adamw"),
+        Case(INTERLEAVED_PARTS, MLP, "adamw", "gpt"),
+        Case(P(pp=4), PARTS, "adamw"),
     ],
     8: [Case(P(tp=2, pp=2, sequence_parallel=True, zero=1), PAIRS, "muon")],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,19 +47,27 @@ def trainer_of(
     return Trainer(settings, build_model(settings, VOCAB, groups=groups, device=torch.device("cpu")), groups)
 
 
-def losses_of(trainer: Trainer, steps: int, first: int = 0) -> Tensor:
-    """Losses of steps on ids that follow a pattern, so that there is something to learn."""
+def batches_of(trainer: Trainer, steps: int, first: int = 0) -> Iterator[tuple[int, Iterable[Batch]]]:
+    """Each step with this rank's micro-batches, of ids that follow a pattern, so that there is something to learn."""
     batch, length = trainer.settings.training.global_batch_size, trainer.settings.sequence_length
     share = batch // trainer.dp_group.size()
     mine = slice(trainer.dp_group.rank() * share, (trainer.dp_group.rank() + 1) * share)
     micro = trainer.settings.micro_batch_size(trainer.dp_group.size())
-    losses = []
     for step in range(first, first + steps):
         start = torch.randint(VOCAB, (batch, 1), generator=torch.Generator().manual_seed(step))
         ids = (start + torch.arange(length + 1) * 7) % VOCAB
-        tokens, labels = ids[mine, :-1], ids[mine, 1:]
-        losses.append(trainer.step(step, map(Batch, tokens.split(micro), labels.split(micro))).loss)
-    return torch.tensor(losses, dtype=torch.float64)
+        yield step, map(Batch, ids[mine, :-1].split(micro), ids[mine, 1:].split(micro))
+
+
+def curve(trainer: Trainer, steps: int, first: int = 0) -> Tensor:
+    """Losses and gradient norms of steps, ``[steps, 2]``."""
+    results = [trainer.step(step, batches) for step, batches in batches_of(trainer, steps, first)]
+    return torch.tensor([(result.loss, result.grad_norm) for result in results], dtype=torch.float64)
+
+
+def losses_of(trainer: Trainer, steps: int, first: int = 0) -> Tensor:
+    """Losses of steps."""
+    return curve(trainer, steps, first)[:, 0]
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:

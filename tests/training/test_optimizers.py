@@ -14,7 +14,7 @@ from shardwise.core.errors import CheckpointError
 from shardwise.run.banner import banner
 from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
-from shardwise.run.settings import OptimizerSettings, ParallelSettings
+from shardwise.run.settings import OptimizerSettings
 
 
 class Momentum(torch.optim.SGD):
@@ -59,21 +59,10 @@ def test_another_optimizer_trains_saves_and_resumes(group, tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_muon_resumes_at_another_layout(group, tmp_path, monkeypatch):
-    whole = tiny_settings(tmp_path, tp=2, save_every=3, dtype="float64", steps=6, optimizer={"name": "muon"})
-    train(open_tiny(dataclasses.replace(whole, out=str(tmp_path / "whole")), monkeypatch, tmp_path))
-    parts = dataclasses.replace(whole, out=str(tmp_path / "parts"))
-    first = dataclasses.replace(parts, training=dataclasses.replace(parts.training, steps=3))
-    schedule = OptimizerSettings.learning_rate_at
-    # The same rates as in a run of six steps.
-    monkeypatch.setattr(OptimizerSettings, "learning_rate_at", lambda self, step, steps: schedule(self, step, 6))
-    train(open_tiny(first, monkeypatch, tmp_path))
+def test_a_checkpoint_of_another_optimizer_is_refused(group, tmp_path, monkeypatch):
+    muon = tiny_settings(tmp_path, tp=2, steps=1, optimizer={"name": "muon"})
+    train(open_tiny(muon, monkeypatch, tmp_path))
     dist.barrier(group=group)
-    resumed = dataclasses.replace(parts, resume="auto", parallel=ParallelSettings(tp=1))
-    train(open_tiny(resumed, monkeypatch, tmp_path))
-    dist.barrier(group=group)
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-11)
-
-    other = dataclasses.replace(resumed, optimizer=dataclasses.replace(resumed.optimizer, name="adamw"))
+    other = dataclasses.replace(muon, resume="auto", optimizer=dataclasses.replace(muon.optimizer, name="adamw"))
     with pytest.raises(CheckpointError, match=r"optimizer\.name was 'muon' and is 'adamw'"):
         start_or_resume(open_tiny(other, monkeypatch, tmp_path))

@@ -3,71 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to
-from run.test_run import losses, open_tiny
+from run.test_run import open_tiny
 from run.tiny import tiny_settings
+from run.tiny_layouts import ONE, batches_of, curve, trainer_of, whole_weights
 
 from shardwise.core.communication.accounting import CollectiveCounter
-from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
+from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import Batch
 from shardwise.run.banner import banner
-from shardwise.run.build import build_model
 from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
-from shardwise.run.settings import OptimizerSettings, ParallelSettings, RecomputeSettings
+from shardwise.run.settings import ParallelSettings, RecomputeSettings
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
-from shardwise.training.trainer import Trainer
 
-VOCAB = 101
 STEPS = 4
 ZERO = ParallelSettings(zero=1)
 
 
-def trainer_of(folder, parallel, *, alone=False, recompute=None, groups=None, **options):
-    """A trainer of a small model; ``alone`` has it whole on each rank."""
-    options = {"dtype": "float64", "steps": STEPS, "micro_batch_size": 1} | options
-    model = {"num_layers": 3, "hidden_size": 24, **options.pop("model", {})}
-    settings = dataclasses.replace(tiny_settings(folder, model=model, **options), parallel=parallel)
-    if recompute is not None:
-        settings = dataclasses.replace(settings, recompute=recompute)
-    groups = groups or Groups.of(Topology.create(tp=parallel.tp, pp=parallel.pp))
-    if alone:
-        groups = Groups(tp=groups.tp, dp=groups.tp)
-    torch.manual_seed(settings.training.seed)
-    return Trainer(settings, build_model(settings, VOCAB, groups=groups, device=torch.device("cpu")), groups)
-
-
-def batches_of(trainer, steps=STEPS):
-    """For each step this rank's micro-batches of the same 4 samples."""
-    generator = torch.Generator().manual_seed(2)
-    share = 4 // trainer.dp_group.size()
-    mine = slice(trainer.dp_group.rank() * share, (trainer.dp_group.rank() + 1) * share)
-    for step in range(steps):
-        start = torch.randint(VOCAB, (4, 1), generator=generator)
-        ids = (start + torch.arange(trainer.settings.model.sequence_length + 1) * 7) % VOCAB
-        yield step, map(Batch, ids[mine, :-1].split(1), ids[mine, 1:].split(1))
-
-
-def curve(trainer, steps=STEPS):
-    results = [trainer.step(step, batches) for step, batches in batches_of(trainer, steps)]
-    trainer.wait_for_weights()
-    return torch.tensor([(result.loss, result.grad_norm) for result in results], dtype=torch.float64)
-
-
-def whole_weights(trainer):
-    """This stage's, by name."""
-    state = sharded_state_dict(trainer.model, group=trainer.tp_group)
-    return {key: gather_parameter(shard.data, shard.layout, group=trainer.tp_group) for key, shard in state.items()}
+def made(folder, parallel=ONE, **options):
+    """A trainer of micro-batches of one sample; on each rank alone without a layout."""
+    return trainer_of(folder, parallel, **{"dtype": "float64", "steps": STEPS, "micro_batch_size": 1} | options)
 
 
 def assert_trains_alike(trainer, reference, rtol):
-    actual, expected = curve(trainer), curve(reference)
+    actual, expected = curve(trainer, STEPS), curve(reference, STEPS)
     assert ((actual - expected) / expected).abs().max() <= rtol
     wholes = whole_weights(reference)
     for name, weight in whole_weights(trainer).items():
@@ -81,8 +45,8 @@ def test_two_ranks_train_as_one(group, tmp_path, name, dtype):
     # The gradient of a key's bias, which gpt has, is nothing but rounding in fp32.
     architecture = "gpt" if dtype == "float64" else "llama"
     options = {"dtype": dtype, "optimizer": {"name": name}, "model": {"architecture": architecture}}
-    reference = trainer_of(tmp_path, ParallelSettings(), alone=True, **options)
-    trainer = trainer_of(tmp_path, ZERO, **options)
+    reference = made(tmp_path, **options)
+    trainer = made(tmp_path, ZERO, **options)
     assert_trains_alike(trainer, reference, 1e-10 if dtype == "float64" else 1e-5)
 
 
@@ -91,8 +55,8 @@ def test_one_update_of_muon_is_that_of_one_rank(group, tmp_path):
     """Every matrix is made whole for it, over data- and tensor-parallel ranks."""
     # The gradient of a key's bias, which gpt has, is 0 in truth, and AdamW would make a step of its rounding.
     options = {"optimizer": {"name": "muon"}, "model": {"architecture": "llama"}}
-    reference = trainer_of(tmp_path, ParallelSettings(), alone=True, **options)
-    trainer = trainer_of(tmp_path, dataclasses.replace(ZERO, tp=group.size() // 2), **options)
+    reference = made(tmp_path, **options)
+    trainer = made(tmp_path, dataclasses.replace(ZERO, tp=group.size() // 2), **options)
     curve(trainer, 1), curve(reference, 1)
     wholes = whole_weights(reference)
     for name, weight in whole_weights(trainer).items():
@@ -125,8 +89,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_ranks_train_as_one(group, tmp_path, layout):
     parallel, options = LAYOUTS[layout]
-    reference = trainer_of(tmp_path, ParallelSettings(), alone=True, **options)
-    assert_trains_alike(trainer_of(tmp_path, parallel, **options), reference, 1e-10)
+    reference = made(tmp_path, **options)
+    assert_trains_alike(made(tmp_path, parallel, **options), reference, 1e-10)
 
 
 def elements_of(state):
@@ -138,7 +102,7 @@ def test_state_and_copies_are_split_and_half_of_the_gradients_travels(group, tmp
     """What each rank holds and sends in a step, with and without."""
 
     def held(parallel, dtype):
-        trainer = trainer_of(tmp_path, parallel, dtype=dtype)
+        trainer = made(tmp_path, parallel, dtype=dtype, groups=Groups.of(Topology.create()))
         for step, batches in batches_of(trainer, 2):
             with CollectiveCounter() as counter:
                 trainer.step(step, batches)
@@ -167,7 +131,7 @@ def test_state_and_copies_are_split_and_half_of_the_gradients_travels(group, tmp
 
 @pytest.mark.ranks(2)
 def test_an_overflow_where_one_rank_owns_it_is_skipped_by_all(group, tmp_path):
-    trainer = trainer_of(tmp_path, ZERO, dtype="float16")
+    trainer = made(tmp_path, ZERO, dtype="float16")
     before = whole_weights(trainer)
     for step, batches in batches_of(trainer, 3):
         if step == 1:
@@ -191,31 +155,6 @@ def test_an_overflow_where_one_rank_owns_it_is_skipped_by_all(group, tmp_path):
             assert any(not torch.equal(after[name], before[name]) for name in before)
         trainer.wait_for_weights()
     assert (trainer.num_skipped, trainer.loss_scale.scale) == (1, 32768.0)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("to_zero", [False, True], ids=["from zero to tp 2", "from tp 2 to zero"])
-def test_checkpoints_open_with_and_without(group, tmp_path, monkeypatch, to_zero, name):
-    """Three steps in one layout and three in another give the losses of six in one."""
-    layouts = ZERO, ParallelSettings(tp=2)
-    resumed, saved = layouts if to_zero else layouts[::-1]
-    settings = tiny_settings(
-        tmp_path, steps=6, save_every=3, dtype="float64", optimizer={"name": name}, model={"num_query_groups": 1}
-    )
-    whole = dataclasses.replace(settings, out=str(tmp_path / "whole"), parallel=resumed)
-    train(open_tiny(whole, monkeypatch, tmp_path))
-    first = dataclasses.replace(settings, parallel=saved, training=dataclasses.replace(settings.training, steps=3))
-    schedule = OptimizerSettings.learning_rate_at
-    # The same rates as in a run of six steps.
-    monkeypatch.setattr(OptimizerSettings, "learning_rate_at", lambda self, step, steps: schedule(self, step, 6))
-    train(open_tiny(first, monkeypatch, tmp_path))
-    dist.barrier(group=group)
-    train(open_tiny(dataclasses.replace(settings, resume="auto", parallel=resumed), monkeypatch, tmp_path))
-    dist.barrier(group=group)
-    assert losses(Path(settings.out)) == pytest.approx(losses(Path(whole.out)), rel=1e-10)
 
 
 @pytest.mark.slow

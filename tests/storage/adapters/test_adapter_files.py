@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from harness.parity import assert_bit_equal, assert_close_to, gather_shards
+from harness.parity import assert_bit_equal, assert_close_to
 from safetensors.torch import load_file, save_file
 from storage.adapters.tiny_models import VOCABULARY, make_model, read_adapters, save_model, with_adapters
 
@@ -23,11 +23,9 @@ from shardwise.storage.adapters import (
     read_adapter_config,
     remove_lora_,
     save_adapter,
-    unmerge_lora_,
 )
 from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config
-from shardwise.training.gradients.finalize import finalize_gradients_
 
 KINDS = ("llama", "gpt2", "bloom", "gemma4")
 TARGETS = {"gemma4": ["q_proj", "k_proj", "v_proj", "o_proj"]}
@@ -189,67 +187,6 @@ def test_adapters_of_some_layers_are_those_of_peft(group, folders, tmp_path):
     names = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up", "mlp.down")
     adapted = {site.path for site in adapter_targets(model, architecture) if site.adapter is not None}
     assert adapted == {f"model.layers.1.{name}_proj" for name in names}
-
-
-@pytest.fixture(scope="module")
-def folders_of_variants(tmp_path_factory):
-    """DoRA with other ranks and strengths for some layers, by peft: logits, and the gradient of each factor."""
-    root = tmp_path_factory.mktemp("variants")
-    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
-    for kind, options in VARIANTS.items():
-        adapted = with_adapters(save_model(kind, root / kind), use_dora=True, **options)
-        adapted.save_pretrained(root / kind / "adapter")
-        logits = adapted(ids).logits
-        logits.log_softmax(-1)[..., 3].mean().backward()
-        gradients = {
-            f"gradient.{name.replace('.default', '').removesuffix('.weight')}": param.grad
-            for name, param in adapted.named_parameters()
-            if param.requires_grad
-        }
-        save_file({"ids": ids, "after": logits.detach(), **gradients}, root / kind / "expected")
-    return root
-
-
-VARIANTS = {
-    "llama": {
-        "targets": r".*(q_proj|v_proj|o_proj|gate_proj|down_proj)",
-        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.gate_proj": 5},
-        "alpha_pattern": {"v_proj": 11, "down_proj": 3},
-    },
-    "gpt2": {"alpha_pattern": {"c_attn": 9}},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_dora_and_patterns_are_those_of_peft(group, folders_of_variants, tmp_path):
-    for kind in VARIANTS:
-        folder = folders_of_variants / kind
-        expected = load_file(folder / "expected")
-        architecture = read_config(folder).architecture
-        model = load(folder, group, sequence_parallel=group.size() > 1)
-        load_adapter_(model, folder / "adapter", architecture)
-        model.parallel_output = False
-        logits = model(expected["ids"]).transpose(0, 1)
-        assert_close_to(logits.detach(), expected["after"], rtol_of_norm=CLOSE, name=kind)
-        logits.log_softmax(-1)[..., 3].mean().backward()
-        finalize_gradients_(model, tp_group=group, dp_group=None)
-        for site in adapter_targets(model, architecture):
-            for name, layout in () if site.adapter is None else site.adapter.param_layouts.items():
-                gradient = gather_shards(site.adapter.get_parameter(name).grad, layout, group)
-                key = f"gradient.base_model.model.{site.path}.{name}"
-                assert_close_to(gradient, expected[key], rtol_of_norm=10 * CLOSE, name=f"{key} at {group.size()}")
-        save_adapter(model, tmp_path / kind, architecture)
-        dist.barrier(group=group)
-        ours, theirs = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / kind, folder / "adapter"))
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert_bit_equal(ours[name], tensor, name=name)
-        merge_lora_(model)
-        merged = logits_of(model, expected["ids"])
-        assert_close_to(merged, expected["after"], rtol_of_norm=CLOSE, name=f"{kind} merged")
-        unmerge_lora_(model)
-        assert_close_to(logits_of(model, expected["ids"]), expected["after"], rtol_of_norm=CLOSE, name=kind)
 
 
 @pytest.mark.ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from safetensors.torch import load_file, save_file
 from storage.adapters.test_adapter_files import CLOSE, logits_of
-from storage.adapters.tiny_models import VOCABULARY, make_model, read_adapters, save_model, with_adapters
+from storage.adapters.tiny_models import VOCABULARY, make_model, read_adapters, save_expected, save_model, with_adapters
 
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.topology import Groups, Topology
@@ -66,20 +65,7 @@ def folders(tmp_path_factory):
         model = save_model(kind, root / case)
         with torch.no_grad():
             before = model(ids).logits
-        adapted = with_adapters(model, **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            adapted.save_pretrained(root / case / "adapter")
-        logits = adapted(ids).logits
-        logits.log_softmax(-1)[..., 3].mean().backward()
-        gradients = {
-            f"gradient.{name.replace('.default', '')}": param.grad
-            for name, param in adapted.named_parameters()
-            if param.requires_grad
-        }
-        merged = {f"merged.{name}": each for name, each in adapted.merge_and_unload().state_dict().items()}
-        expected = {"ids": ids, "before": before, "after": logits.detach(), **gradients, **merged}
-        save_file({name: tensor.contiguous() for name, tensor in expected.items()}, root / case / "expected")
+        save_expected(with_adapters(model, **options), root / case, ids, merges=True, before=before)
     return root
 
 

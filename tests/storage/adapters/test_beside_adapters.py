@@ -1,15 +1,14 @@
 """Adapters on embedding and output layer, trained biases and modules: as in peft, at every number of ranks."""
 
 import json
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from storage.adapters.test_adapter_files import CLOSE, load, logits_of
-from storage.adapters.tiny_models import VOCABULARY, save_model, with_adapters
+from storage.adapters.tiny_models import VOCABULARY, save_expected, save_model, with_adapters
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.adapters import LoraConfig
@@ -35,6 +34,16 @@ CASES = {
     "biases": ("qwen2", {"targets": ["q_proj", "v_proj", "o_proj"], "bias": "lora_only", "modules_to_save": ["mlp"]}),
     "tied": ("gpt2", {"targets": ["c_attn"], "bias": "all", "modules_to_save": ["wte"]}),
     "dora": ("gpt2", {"targets": ["wte", "lm_head", "mlp.c_proj"], "use_dora": True, "use_rslora": True}),
+    "patterns": (
+        "llama",
+        {
+            "targets": r".*(q_proj|v_proj|o_proj|gate_proj|down_proj)",
+            "use_dora": True,
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.gate_proj": 5},
+            "alpha_pattern": {"v_proj": 11, "down_proj": 3},
+        },
+    ),
+    "strengths": ("gpt2", {"use_dora": True, "alpha_pattern": {"c_attn": 9}}),
 }
 
 
@@ -54,21 +63,7 @@ def folders(tmp_path_factory):
                     param.add_(0.1 * torch.randn_like(param))
                 elif "lora_embedding_A" in name:
                     param.normal_(std=0.2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            adapted.save_pretrained(root / case / "adapter")
-        logits = adapted(ids).logits
-        logits.log_softmax(-1)[..., 3].mean().backward()
-        gradients = {
-            f"gradient.{name.replace('.modules_to_save.default', '').replace('.default', '')}": param.grad
-            for name, param in adapted.named_parameters()
-            if param.requires_grad
-        }
-        gradients = {
-            name.replace("magnitude_vector.weight", "magnitude_vector"): each for name, each in gradients.items()
-        }
-        expected = {"ids": ids, "before": before, "after": logits.detach(), **gradients}
-        save_file({name: tensor.contiguous() for name, tensor in expected.items()}, root / case / "expected")
+        save_expected(adapted, root / case, ids, before=before)
     return root
 
 
@@ -90,7 +85,7 @@ def gradients_of(model, architecture, group):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_what_is_trained_beside_adapters_is_as_in_peft(group, folders, tmp_path):
     for case in CASES:
         folder = folders / case

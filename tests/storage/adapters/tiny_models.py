@@ -138,3 +138,22 @@ def read_adapters(model: Any, folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return peft.PeftModel.from_pretrained(model, folder).eval()
+
+
+def save_expected(adapted: Any, folder: Path, ids: Any, *, merges: bool = False, **others: Any) -> None:
+    """Save ``peft``'s adapters, and in ``expected`` their logits, gradients, merged weights if asked, and others."""
+    import safetensors.torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.save_pretrained(folder / "adapter")
+    logits = adapted(ids).logits
+    logits.log_softmax(-1)[..., 3].mean().backward()
+    expected = {"ids": ids, "after": logits.detach(), **others}
+    for name, param in adapted.named_parameters():
+        if param.requires_grad:
+            stored = name.replace(".modules_to_save.default", "").replace(".default", "")
+            expected[f"gradient.{stored.replace('magnitude_vector.weight', 'magnitude_vector')}"] = param.grad
+    if merges:
+        expected |= {f"merged.{name}": each for name, each in adapted.merge_and_unload().state_dict().items()}
+    safetensors.torch.save_file({name: each.contiguous() for name, each in expected.items()}, folder / "expected")

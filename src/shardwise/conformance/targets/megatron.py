@@ -145,29 +145,19 @@ def cross_entropy(
     return result
 
 
-def copy(tensor: Tensor, groups: Groups) -> Tensor:
-    result: Tensor = _module("tensor_parallel.mappings").copy_to_tensor_model_parallel_region(tensor)
-    return result
+def _mapping(name: str) -> Callable[[Tensor, Groups], Tensor]:
+    def move(tensor: Tensor, groups: Groups) -> Tensor:
+        result: Tensor = getattr(_module("tensor_parallel.mappings"), name)(tensor)
+        return result
+
+    return move
 
 
-def reduce(tensor: Tensor, groups: Groups) -> Tensor:
-    result: Tensor = _module("tensor_parallel.mappings").reduce_from_tensor_model_parallel_region(tensor)
-    return result
-
-
-def gather_sequence(tensor: Tensor, groups: Groups) -> Tensor:
-    result: Tensor = _module("tensor_parallel.mappings").gather_from_sequence_parallel_region(tensor)
-    return result
-
-
-def scatter_sequence(tensor: Tensor, groups: Groups) -> Tensor:
-    result: Tensor = _module("tensor_parallel.mappings").scatter_to_sequence_parallel_region(tensor)
-    return result
-
-
-def reduce_scatter_sequence(tensor: Tensor, groups: Groups) -> Tensor:
-    result: Tensor = _module("tensor_parallel.mappings").reduce_scatter_to_sequence_parallel_region(tensor)
-    return result
+copy = _mapping("copy_to_tensor_model_parallel_region")
+reduce = _mapping("reduce_from_tensor_model_parallel_region")
+gather_sequence = _mapping("gather_from_sequence_parallel_region")
+scatter_sequence = _mapping("scatter_to_sequence_parallel_region")
+reduce_scatter_sequence = _mapping("reduce_scatter_to_sequence_parallel_region")
 
 
 def finalize_gradients(module: nn.Module, groups: Groups) -> None:
