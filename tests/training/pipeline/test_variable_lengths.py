@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.forked import run_forked
+from harness.nccl_rules import nccl_rules
 from harness.parity import assert_close_to, assert_unmodified
 from training.pipeline.pipelines import batch_of_sizes, random_batch, run_whole, staged_gpt
 from training.pipeline.test_pipeline_gradients import CASES, assert_gradients_of, finalize
@@ -71,6 +72,21 @@ def test_with_tensor_and_sequence_parallelism(group, name, sequence_parallel):
     staged = staged_for(name, tp=2, pp=2, num_layers=5, sequence_parallel=sequence_parallel)
     results = staged.run(make_schedule(name, 2, len(SIZES), CASES[name]), batch)
     finalize(staged)
+    assert_losses_of(whole, losses, staged, results)
+    assert_gradients_of(whole, staged)
+
+
+@pytest.mark.ranks(2, 4, slow=(4,))
+@pytest.mark.parametrize("name", [pytest.param("gpipe", marks=pytest.mark.slow), *list(CASES)[1:]])
+def test_where_messages_have_an_order_and_no_tags(group, name):
+    pp = group.size()
+    batch = batch_of_sizes(SIZES[: 2 * pp])
+    with nccl_rules() as num_calls:
+        staged = staged_for(name, pp=pp, num_layers=2 * pp, tied=False)
+        results = staged.run(make_schedule(name, pp, 2 * pp, CASES[name]), batch)
+    assert num_calls["send"] + num_calls["recv"] >= 6 * pp
+    whole = staged_for(name, num_layers=2 * pp, tied=False)
+    losses = run_whole(whole.chunks[0], batch)
     assert_losses_of(whole, losses, staged, results)
     assert_gradients_of(whole, staged)
 
