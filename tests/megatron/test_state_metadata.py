@@ -40,6 +40,10 @@ def test_the_first_of_the_ranks_that_hold_the_same_writes_it(group, tmp_path):
     state = model.sharded_state_dict(metadata={"dp_cp_group": copies})
     assert set(to_write(state).values()) == ({0} if group.rank() else {1})
     assert all(shard.is_replica == (group.rank() > 0) for shard in state.values())
+    # As in Megatron, the program finds the group in its own dict.
+    metadata = {"other": 1}
+    assert to_write(model.sharded_state_dict("", (), metadata)) == to_write(state)
+    assert metadata == {"other": 1, "dp_cp_group": copies}
     # Without it each rank offers all, and the planner chooses.
     assert set(to_write(model.sharded_state_dict()).values()) == {1}
     dcp.save(state, checkpoint_id=tmp_path / "dcp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import ParamShard
+from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.megatron.absent import say_once
 from shardwise.megatron.core.enums import ModelType as ModelType
@@ -105,9 +105,16 @@ class MegatronTransformer(LanguageModule, TransformerModel):
         staged.microbatch_group_size_per_vp_stage = groups.num_stages
         return staged
 
-    def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, ParamShard]:
-        """See ``LanguageModel.sharded_state_dict``; the key of a norm does not depend on where its parameters are."""
-        entries = super().sharded_state_dict(*args, **options)
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ParamShard]:
+        """See ``LanguageModel.sharded_state_dict``; the key of a norm does not depend on where its parameters are.
+
+        ``metadata`` gets the model's data-parallel group as ``dp_cp_group`` if it has none, as in Megatron.
+        """
+        if metadata is not None and self.groups.dp is not None:
+            metadata.setdefault("dp_cp_group", self.groups.dp)
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for fused, plain in RENAMED:
             entries |= {n: e.with_key(e.key.replace(fused, plain)) for n, e in entries.items() if fused in e.key}
         return entries
