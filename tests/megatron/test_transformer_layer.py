@@ -85,8 +85,7 @@ class OwnAttention(SelfAttention):
     def forward(self, hidden_states, attention_mask=None, **arguments):
         self.was_given = {name for name, value in arguments.items() if value is not None}
         output, bias = super().forward(hidden_states, attention_mask, **arguments)
-        assert bias is None
-        return 2 * output, torch.ones(H, dtype=output.dtype)
+        return 2 * output, 2 * bias + 1
 
 
 class OwnNorm(torch.nn.Module):
@@ -250,18 +249,25 @@ def test_layers_alone_equal_the_engine_s(group, interleaved):
         ours = made[kind]()
         torch.manual_seed(3)
         theirs = engine[kind]()
+        for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            if param.dim() == 1:
+                param.data += 0.5
+                other.data += 0.5
         assert isinstance(ours, MegatronModule)
         assert ours.config is config
         assert ours.layer_number == 2
         for arguments, engine_arguments in cases:
             x, y = (shard.clone().requires_grad_() for _ in range(2))
-            output, none = ours(x, **arguments)
+            output, bias = ours(x, **arguments)
             expected = theirs(y, **engine_arguments)
-            assert none is None
+            assert bias is (ours.linear_proj.bias if kind is SelfAttention else None)
+            output = output if bias is None else output + bias
             assert_close_to(output, expected, rtol_of_norm=1e-12)
             output.square().sum().backward()
             expected.square().sum().backward()
             assert_close_to(x.grad, y.grad, rtol_of_norm=1e-12)
+        for (name, param), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert_close_to(param.grad, other.grad, rtol_of_norm=1e-12, name=name)
         assert ours.sharded_state_dict("a.").keys() == {f"a.{name}" for name in layer_state_of(theirs)}
         with pytest.raises(ConfigError, match="attention_bias is given, which a layer's parts do not take here"):
             ours(shard, attention_bias=torch.ones(1))
@@ -271,9 +277,10 @@ def test_layers_alone_equal_the_engine_s(group, interleaved):
     theirs = mlp.MLP(
         config_of(ffn_hidden_size=20, tensor_model_parallel_size=group.size(), sequence_parallel=split), group
     )
-    output, none = ours(shard)
-    assert none is None
-    assert_bit_equal(output, theirs(shard))
+    theirs.linear_fc2.bias.data += 0.5
+    output, bias = ours(shard)
+    assert bias is ours.linear_fc2.bias
+    assert_close_to(output + bias + 0.5, theirs(shard), rtol_of_norm=1e-12)
     with pytest.raises(ConfigError, match=r"rotary_pos_emb has other angles for keys"):
         made[SelfAttention]()(shard, rotary_pos_emb=(angles(8), angles(8) + 1))
     dropped = TransformerLayer(config, get_gpt_layer_local_spec().submodules, hidden_dropout=0.7)

@@ -55,7 +55,6 @@ class ColumnLinear(ParallelLinear):
     """
 
     _usual_parallelism = (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE)
-    skip_bias_add = False  # If True, the caller adds the bias.
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class ParallelLinear(DelayedGradients, ShardedModule):
     plan: LinearPlan
     # The defaults on several ranks, without and with sequence parallelism.
     _usual_parallelism: tuple[LinearParallelism, LinearParallelism]
+    skip_bias_add = False  # If True, the caller adds the bias.
 
     def __init__(
         self,

@@ -118,7 +118,8 @@ class RowLinear(ParallelLinear):
         Raises:
             ShardingError: the input does not have this rank's number of features.
         """
-        return self._norm.row_output(lambda bias: self._apply_linear(input_, bias, sequence), self.bias)
+        own = None if self.skip_bias_add else self.bias
+        return self._norm.row_output(lambda bias: self._apply_linear(input_, bias, sequence), own)
 
     def _apply_linear(self, input_: Tensor, bias: Tensor | None, sequence: SequenceView | None = None) -> Tensor:
         if input_.shape[-1:] != (self.local_features,):

@@ -65,8 +65,9 @@ class MultimodalProjector(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map ``[..., i]`` to ``[..., h]``, bias included."""
-        output: Tensor = self.encoder(hidden_states)[0]
-        return output
+        output, bias = self.encoder(hidden_states)
+        result: Tensor = output if bias is None else output + bias
+        return result
 
 
 offer(globals())

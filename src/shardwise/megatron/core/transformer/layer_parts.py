@@ -354,6 +354,7 @@ class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule,
         config.check_complete()
         self.tp_group = _group_of(pg_collection, "tp")
         super().__init__(config, layer_number, self.tp_group, attn_mask_type=attn_mask_type)
+        self.linear_proj.skip_bias_add = True
         self.input_norm = _norm_in(parts.linear_qkv, self.linear_qkv, config)
         mark_replicas(self)
         self.config = config
@@ -361,9 +362,13 @@ class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule,
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any
-    ) -> tuple[Tensor, None]:
-        """See the layer's forward; with ``TELayerNormColumnParallelLinear`` the input is normed first."""
-        return super().forward(self.input_norm(hidden_states), attention_mask, **arguments)
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the attention without its last bias, which the caller adds, and that bias; see the layer's forward.
+
+        With ``TELayerNormColumnParallelLinear`` the input is normed first.
+        """
+        output, _ = super().forward(self.input_norm(hidden_states), attention_mask, **arguments)
+        return output, self.linear_proj.bias
 
 
 class MLP(mlp.MLP, MegatronModule):
@@ -402,6 +407,7 @@ class MLP(mlp.MLP, MegatronModule):
         sized.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         self.tp_group = _group_of(pg_collection, "tp") if tp_group is None else tp_group
         super().__init__(sized, self.tp_group, input_size=input_size)
+        self.linear_fc2.skip_bias_add = True
         self.input_norm = _norm_in(parts.linear_fc1, self.linear_fc1, config)
         mark_replicas(self)
         self.config = config
@@ -416,10 +422,13 @@ class MLP(mlp.MLP, MegatronModule):
 
     def forward(  # type: ignore[override]  # Megatron's modules return pairs.
         self, hidden_states: Tensor, per_token_scale: None = None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        """Map ``[s, b, i]`` (``[s/t, b, i]`` with sequence parallelism) to ``[s, b, h]``, bias included; and None."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map ``[s, b, i]`` (``[s/t, b, i]`` with sequence parallelism) to ``[s, b, h]`` without the last bias.
+
+        The second result is that bias, ``[h]`` or None, which the caller adds.
+        """
         _refuse(per_token_scale=per_token_scale, **kwargs)
-        return super().forward(self.input_norm(hidden_states)), None
+        return super().forward(self.input_norm(hidden_states)), self.linear_fc2.bias
 
 
 def _check_part(parts: Any, name: str, only: Any, *others: Any) -> None:
