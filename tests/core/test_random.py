@@ -82,14 +82,6 @@ def test_streams_nested_in_any_way_go_on_where_they_were(program):
         assert_bit_equal(state, truth[name].get_state(), name=name)
 
 
-@pytest.mark.ranks(2)
-def test_on_a_cpu_the_default_generator_starts_alike_on_all_ranks(group):
-    parallel_state.initialize_model_parallel(2)
-    torch.manual_seed(group.rank())
-    model_parallel_cuda_manual_seed(41)
-    assert torch.rand(4).tolist() == seeded(41)
-
-
 def test_states_can_be_taken_and_given_back():
     tracker = three_streams()
     with tracker.fork("a"):

@@ -49,7 +49,7 @@ def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
         # Saved at 2, 4 and 6 by a run that was to take 8.
         saves = {"save_every": 2, "asynchronous_saves": False}
         session = open_tiny(staged_settings(tmp_path, parallel, steps=8, **saves), monkeypatch, tmp_path)
-        numbers.add(session.num_parameters)
+        numbers.add((session.num_parameters, session.num_trained))
         if done < 8:
             # What was reached at `done` is saved when one more step has found it good.
             interrupted_at(done + 1, session)

@@ -32,20 +32,6 @@ def every_ranks(tensor, group):
 
 
 @pytest.mark.ranks(2)
-def test_without_transformer_engine_the_streams_are_our_own(group, monkeypatch):
-    begin_anew(monkeypatch)
-    parallel_state.initialize_model_parallel(2)
-    with pytest.warns(UserWarning, match="use_te_rng_tracker=True .* this library's own random streams are used"):
-        model_parallel_cuda_manual_seed(5, te_rng_tracker=True)
-    with get_cuda_rng_tracker().fork():
-        own = torch.rand(4)
-    assert_bit_equal(own, torch.rand(4, generator=torch.Generator().manual_seed(5 + 2718 + group.rank())))
-    with get_cuda_rng_tracker().fork("data-parallel-rng"):
-        shared = every_ranks(torch.rand(4), group)
-    assert_bit_equal(*shared)
-
-
-@pytest.mark.ranks(2)
 def test_states_before_there_are_any(group, monkeypatch):
     begin_anew(monkeypatch)
     with pytest.raises(AssertedConfigError, match="no random streams yet; call model_parallel_cuda_manual_seed"):

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.sequence_view import SequenceView
 from shardwise.core.validation import on_host
 from shardwise.models.adapters.adapter import Adapter, local_places, section_layout
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.nn import ColumnLinear, VocabEmbedding, arithmetic_of
-from shardwise.nn.linear import LinearParallelism, LinearPlan
+from shardwise.nn.linear import LinearPlan
 from shardwise.nn.quantization import QuantizedTensor
 
 ROWS = "trainable_tokens_delta"
@@ -164,12 +164,5 @@ class TrainedRowsColumn(TrainedRowsLayer, ColumnLinear):
         del self.lora_plan
         super().remove()
 
-    def _multiply(
-        self,
-        input_: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sequence: SequenceView | None = None,
-        parallelism: LinearParallelism | None = None,
-    ) -> Tensor:
-        return super()._multiply(input_, self._with_rows(weight), bias, sequence, parallelism)
+    def _multiply(self, input_: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor:
+        return super()._multiply(input_, self._with_rows(weight), *others, **options)
