@@ -255,6 +255,19 @@ def test_a_prompt_that_begins_as_the_last_text(group: ProcessGroup, kind: str) -
         assert read == [len(prompt) - kept, 1, 1]
         assert found == generate(model, prompt, max_new_tokens=3, sampling=GREEDY)
 
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    # The first layer has read the last token, and the second one has not.
+    handle, prompt = model.layers[1].register_forward_pre_hook(interrupt), [2, 3, 1]
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, prompt, max_new_tokens=3, sampling=GREEDY, prefix=prefix)
+    handle.remove()
+    read.clear()
+    again = generate(model, prompt, max_new_tokens=3, sampling=GREEDY, prefix=prefix)
+    assert read == [3, 1, 1]
+    assert again == generate(model, prompt, max_new_tokens=3, sampling=GREEDY)
+
 
 @pytest.mark.ranks(2)
 def test_recomputation_repeats_the_forward_of_each_layer(group: ProcessGroup) -> None:

@@ -36,6 +36,7 @@ class PlannedCache:
     Attributes:
         states: a ``Cache`` of transformers.
         length: number of tokens.
+        is_complete: False during a pass, and after one that failed part-way.
         capacity: number of tokens that it may hold; it grows as needed.
     """
 
@@ -46,15 +47,18 @@ class PlannedCache:
         self.truncate(0)
 
     def kept(self, length: int) -> int:
-        """Return how many of the first ``length`` tokens can be kept: none if a layer has forgotten some, or sums."""
+        """Return how many of the first ``length`` tokens can be kept.
+
+        None if a layer has forgotten some, or sums, or if a pass failed part-way.
+        """
         kinds = {type(self.states).__name__, *(type(layer).__name__ for layer in self.states.layers)}
         is_whole = kinds <= {"DynamicCache", "DynamicLayer"}
-        return length if is_whole or length == self.length else 0
+        return length if self.is_complete and (is_whole or length == self.length) else 0
 
     def truncate(self, length: int) -> None:
         """Drop all but the first ``length`` tokens; ``kept(length)`` must be ``length``. 0 empties the cache."""
         if length == 0:
-            self.states, self.length = library.new_cache(self._model), 0
+            self.states, self.length, self.is_complete = library.new_cache(self._model), 0, True
         elif length != self.length:
             self.states.crop(length - self.length)
             self.length = length
@@ -209,9 +213,11 @@ class PlannedModel(LanguageModel):
         positions = None if positions is None else (positions + self._first_position).expand(ids.size(0), -1)
         states = None if cache is None else cache.states
         options |= {"position_ids": positions, "attention_mask": mask, self._cache_argument: states}
+        if cache is not None:
+            cache.is_complete = False
         logits: Tensor = self.whole(input_ids=ids, use_cache=cache is not None, **options).logits
         if cache is not None:
-            cache.length += ids.size(1)
+            cache.length, cache.is_complete = cache.length + ids.size(1), True
         return logits
 
     @torch.no_grad()
