@@ -53,7 +53,8 @@ class BatchEngine:
     A prompt is read in chunks, between which the texts of others grow. If the cache is full, requests wait, in their
     order. If it is full because texts grow, the youngest one gives its pages back and is read again later. Sequences
     that begin with the same tokens share the full pages of these while one of them runs, and only the first reads them.
-    A model by a plan (``PlannedModel``) has caches of transformers; it reads one prompt after the other, whole.
+    A model by a plan (``PlannedModel``) has caches of transformers; it reads one prompt after the other, whole, and the
+    next tokens of all texts together if all of its layers are attention.
 
     Args:
         model: the model, or this rank's pipeline stage of it.
@@ -88,7 +89,9 @@ class BatchEngine:
         self._device = next(model.parameters()).device
         self._store: SequenceStore
         if isinstance(model, PlannedModel):
-            self._store, self._max_sequences, self._chunk_size = PlannedStore(model), 1, model.max_sequence_length
+            self._store = store = PlannedStore(model)
+            self._max_sequences = max_sequences if store.may_join else 1
+            self._chunk_size = self._max_sequences * model.max_sequence_length
         else:
             capacity = self._usual_capacity(model, max_sequences) if capacity is None else capacity
             self._store = PagedStore(model, -(-capacity // page_size), page_size)

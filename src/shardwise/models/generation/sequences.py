@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.models.by_plan import joint
 from shardwise.models.by_plan.model import PlannedCache, PlannedModel
 from shardwise.models.generation.paged_cache import Chunk, PagedCache, RaggedPass
 from shardwise.models.generation.requests import Generated, Request
@@ -138,10 +139,16 @@ class PagedStore:
 
 
 class PlannedStore:
-    """Caches of transformers for a model that is split by its own plan, which reads one sequence after the other."""
+    """Caches of transformers for a model that is split by its own plan.
+
+    It reads one prompt after the other, each whole, and the next tokens of several texts together if all layers are
+    attention (``models.by_plan.joint``).
+    """
 
     def __init__(self, model: PlannedModel) -> None:
         self._model = model
+        self.may_join = joint.may_join(model)
+        self._joins: bool | None = None if self.may_join else False
 
     def extend_(self, sequence: RunningSequence, length: int, others: Sequence[RunningSequence] = ()) -> bool:
         return True
@@ -159,7 +166,15 @@ class PlannedStore:
         return None
 
     def read(self, works: Sequence[Work], hidden: Tensor | None = None) -> Tensor:
-        return torch.cat([self._logits(work) for work in works])
+        growing = {work: work.sequence.cache for work in works if work.start > 0 and work.stop == work.start + 1}
+        caches = [cache for cache in growing.values() if cache is not None]
+        if len(caches) > 1 and self._joins is None:
+            self._joins = joint.joins(self._model)
+        if len(caches) < 2 or not self._joins:
+            return torch.cat([self._logits(work) for work in works])
+        rows = joint.next_logits(self._model, [work.sequence.context[work.start] for work in growing], caches)
+        together = dict(zip(growing, rows.split(1), strict=True))
+        return torch.cat([together[work] if work in together else self._logits(work) for work in works])
 
     def _logits(self, work: Work) -> Tensor:
         own, device = work.sequence, next(self._model.parameters()).device

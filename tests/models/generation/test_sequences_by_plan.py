@@ -1,0 +1,83 @@
+"""Texts of a model that transformers computes grow together, each with the tokens that it has alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from models.generation.test_engine import alone, requests_of
+
+from shardwise.core.topology import Groups
+from shardwise.models.by_plan import joint, library
+from shardwise.models.by_plan.model import PlannedModel
+from shardwise.models.generation import BatchEngine
+from shardwise.nn import named_param_layouts
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 22,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "max_position_embeddings": 24,
+    "pad_token_id": 0,
+}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 3, "linear_num_value_heads": 6}
+LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+}
+# Other sizes, and whether texts grow together.
+KINDS: dict[str, tuple[dict[str, Any], bool]] = {
+    "Apertus": ({}, True),
+    "Exaone4": (WINDOWS, True),
+    "GraniteMoe": ({"num_local_experts": 3, "num_experts_per_tok": 2}, True),
+    # Keys are computed of what its cache keeps.
+    "MiniCPM3": (LATENT, False),
+    "Qwen3Next": (LINEAR | {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "num_experts": 0}, False),
+}
+
+
+def made(kind: str, group: dist.ProcessGroup) -> PlannedModel:
+    config = getattr(transformers, f"{kind}Config")(**SIZES | KINDS[kind][0])
+    fields = config.to_dict() | {"architectures": [f"{kind}ForCausalLM"]}
+    description = library.describe({name: value for name, value in fields.items() if value is not None})
+    model = PlannedModel(replace(description, params_dtype=torch.float64), groups=Groups(tp=group)).eval()
+    generator = torch.Generator().manual_seed(4)
+    for _, param, layout in named_param_layouts(model, group.size()):
+        whole = torch.randn(layout.global_shape, generator=generator, dtype=torch.float64)
+        whole = whole / whole.size(-1) ** 0.5 if whole.dim() > 1 else 1 + 0.2 * whole
+        with torch.no_grad():
+            param.copy_(layout.take(whole, group.rank()))
+    return model
+
+
+@pytest.mark.sample(4)
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_gives_each_prompt_what_it_gets_alone(
+    group: dist.ProcessGroup, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, together = made(kind, group), []
+    requests = requests_of(61)
+    expected = [alone(model, request) for request in requests]
+    assert len(set(map(tuple, expected))) == len(expected)
+    read = joint.next_logits
+    monkeypatch.setattr(joint, "next_logits", lambda *given: together.append(len(given[1])) or read(*given))
+    found = dict(BatchEngine(model, max_sequences=4).run(requests))
+    assert [found[place].text_ids for place in range(len(requests))] == expected
+    # The first pass of two is a trial, whose result may be that there is none other.
+    assert (max(together[1:], default=0) == 4) == KINDS[kind][1]
+    assert model.whole.config._attn_implementation == "sdpa"
