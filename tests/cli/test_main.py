@@ -125,7 +125,7 @@ def test_a_missing_settings_file_is_one_line(capsys, tmp_path):
     [
         (
             ["--nproc", "3", "--parallel.tp", "2"],
-            "parallel.tp 2 does not divide the 3 ranks; start a multiple of 2 with --nproc",
+            "parallel.tp 2 does not divide the 3 ranks; start a multiple of 2 with --nproc, torchrun or on_ranks",
         ),
         (
             ["--nproc", "2", "--training.global-batch-size", "3"],
@@ -149,8 +149,8 @@ def test_a_layout_that_cannot_be_is_heard_of_before_any_rank_starts(capsys, argv
         (
             ["--parallel.tp", "2"],
             {"RANK": "0", "WORLD_SIZE": "3"},
-            "parallel.tp 2 does not divide the 3 ranks; start a multiple of 2 with --nproc (WORLD_SIZE=3 is in the "
-            "environment; unset it and RANK if no launcher set them)",
+            "parallel.tp 2 does not divide the 3 ranks; start a multiple of 2 with --nproc, torchrun or on_ranks "
+            "(WORLD_SIZE=3 is in the environment; unset it and RANK if no launcher set them)",
         ),
         ([], {"RANK": "0"}, "the environment has RANK=0 and WORLD_SIZE=None, which only a launcher sets; unset both"),
         (

@@ -247,7 +247,9 @@ class FinetuneSettings(RunSettings):
     learning_rates: ClassVar[tuple[float, float]] = (_LEARNING_RATE, _LORA_LEARNING_RATE)
     """Default learning rates for all weights and for adapters."""
 
-    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR"), _BASE] = ""
+    base: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR", help_behavior_hint="(required)"), _BASE
+    ] = ""
     out: Annotated[str, Folder()] = "runs/finetune"
     special_tokens: bool = True
     resize_vocab: bool = False

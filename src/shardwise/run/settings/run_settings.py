@@ -300,7 +300,7 @@ class RunSettings(StepSettings):
         require(
             world_size % together == 0,
             f"{' x '.join(f'parallel.{name} {size}' for name, size in several.items())} does not divide the "
-            f"{world_size} ranks; start a multiple of {together} with --nproc",
+            f"{world_size} ranks; start a multiple of {together} with --nproc, torchrun or on_ranks",
         )
         dp, length = world_size // together, self.model.sequence_length
         require(
