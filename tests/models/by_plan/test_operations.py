@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import transformers
 from storage.huggingface.hf_references import MODELS
@@ -12,6 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.models.by_plan import library
 from shardwise.models.by_plan.operations import forward_operations
 from shardwise.models.config import ModelConfig
+from shardwise.run.session import _utilisation
 from shardwise.run.utilisation import model_flops_per_token
 from shardwise.storage.huggingface.pretrained import config_from_json
 
@@ -47,8 +50,16 @@ def test_windows_and_attention_outside_of_attention_functions() -> None:
 
 def test_choices_that_need_values_are_refused() -> None:
     sizes = {"hidden_size": 24, "num_layers": 1, "num_attention_heads": 6, "vocab_size": 37, "n_routed_experts": 4}
+    model = described("LongcatFlash", sizes | {"zero_expert_num": 2})
     with pytest.raises(ConfigError, match=r"products of LongcatFlashForCausalLM of transformers .* cannot be counted"):
-        forward_operations(described("LongcatFlash", sizes | {"zero_expert_num": 2}))
+        forward_operations(model)
+    # A run goes on without.
+    task: Any = SimpleNamespace(
+        settings=SimpleNamespace(sequence_length=8), source=SimpleNamespace(trains_weights=True)
+    )
+    found = _utilisation(task, cast("Any", None), model)
+    assert found.line().startswith("peak   not compared: the products of LongcatFlashForCausalLM")
+    assert found.metrics(np.array([8]), 1.0) == {}
 
 
 def described(kind: str, sizes: dict[str, Any]) -> ModelConfig:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.models.by_plan.model import PlannedCache, PlannedModel
@@ -70,6 +71,8 @@ def joins(model: PlannedModel) -> bool:
                 caches.append(cache)
     try:
         together = next_logits(model, ids[:, 0].tolist(), caches)
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
     except Exception:
         # Code that handles keys, values or masks otherwise, alike on every rank.
         return False
