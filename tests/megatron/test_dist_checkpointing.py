@@ -139,12 +139,13 @@ def test_strict_says_what_becomes_of_tensors_that_one_side_has(group, tmp_path):
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
     logging.getLogger("shardwise.megatron.core.dist_checkpointing").addHandler(handler)
-    save({"w": shard(group.rank(), 2, True), "only": ShardedTensor.from_rank_offsets("only", torch.ones(2))}, tmp_path)
+    only, some = (ShardedTensor.from_rank_offsets(name, torch.ones(2)) for name in ("only", "some"))
+    save({"w": shard(group.rank(), 2, True), "only": only, "some": some}, tmp_path)
     extra = ShardedTensor.from_rank_offsets("extra", torch.zeros(3))
 
     def wanted():
-        # "extra" on rank 1 alone.
-        return {"w": shard(group.rank(), 2, False), "in": {"a": [extra][: group.rank()], "b": 5}}
+        # "extra" and "some" on rank 1 alone.
+        return {"w": shard(group.rank(), 2, False), "in": {"a": [extra, some][: 2 * group.rank()], "b": 5}}
 
     unexpected = {"extra"} if group.rank() else set()
     for strict in StrictHandling:
@@ -164,6 +165,10 @@ def test_strict_says_what_becomes_of_tensors_that_one_side_has(group, tmp_path):
     assert load({"w": shard(group.rank(), 2, False)}, tmp_path, strict="raise_unexpected").keys() == {"w"}
     with pytest.raises(CheckpointError, match="'only'"):
         load({"w": shard(group.rank(), 2, False)}, tmp_path, strict="raise_all")
+    with pytest.raises(CheckpointError, match="only"):
+        load({"only": ShardedTensor.from_rank_offsets("only", torch.zeros(3))}, tmp_path)
+    lenient = ShardedTensor.from_rank_offsets("only", torch.zeros(3), allow_shape_mismatch=True)
+    assert load({"only": lenient}, tmp_path)["only"].tolist() == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.ranks(2)
@@ -237,6 +242,9 @@ def test_states_are_mapped_divided_and_compared():
     assert [len(diff(tensors[0], each)[2]) for each in tensors] == [0, 0, 1, 1]
     with pytest.raises(ConfigError, match="got a int; give a dict or a list"):
         extract_matching_values(3, is_even)
+    entries = [ShardedTensor.from_rank_offsets(key, torch.ones(1)) for key in ("a.b.c", "a.d", "e")]
+    sharded_entries.apply_prefix_mapping(entries, {"a.": "x.", "a.b.": "y.", "e": ""})
+    assert [entry.key for entry in entries] == ["x.b.c", "x.d", ""]
 
 
 PLAIN = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.parity import assert_bit_equal
+from harness.parity import assert_bit_equal, assert_close_to
 from models.experts.test_moe import KINDS, MIXTRAL, WIDTH, config, moe_layer
 from models.model_checks import alone, check_gradients
 from torch import Tensor
@@ -18,7 +18,8 @@ from shardwise.core.rank_grid import ParallelSizes
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range
 from shardwise.core.topology import Groups, Topology
-from shardwise.exact import sum_in_parts
+from shardwise.exact import expert_products, sum_in_parts
+from shardwise.exact.strategies import linear_by_parts
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter
 from shardwise.models.experts import ClampedGate, Experts
@@ -165,3 +166,17 @@ def test_settings_of_experts_that_have_no_exact_form_are_refused():
         config(MIXTRAL, exact_parts=4, ep_comm_type="all_gather")
     # Also where another run would gather the tokens; the banner reports it.
     assert config(dataclasses.replace(MIXTRAL, per_token=8), exact_parts=4).ep_comm_type == "a2a"
+
+
+def test_products_of_few_tokens_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a router and of experts, also where a library multiplies up to 31 rows in another way."""
+
+    def other(product: Any) -> Any:
+        return lambda rows, weight: product(rows, weight) * (2 if len(rows) < 32 else 1)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", other(torch.nn.functional.linear))
+    monkeypatch.setattr(expert_products, "whole_product", other(expert_products.whole_product))
+    rows, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    expected = rows @ weight.t()
+    assert_close_to(linear_by_parts(rows.view(3, 1, 8), weight, 1).view(3, 5), expected, rtol_of_norm=1e-14)
+    assert_close_to(expert_products.linear_by_source(rows, weight, None, [[3]]), expected, rtol_of_norm=1e-14)
