@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 import warnings
 from functools import partial
@@ -19,7 +20,7 @@ from run.run_processes import run_command, run_commands
 from safetensors.torch import load_file, save_file
 
 from shardwise.cli.main import main
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
@@ -227,7 +228,7 @@ def test_preferences_and_plans(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["Ernie4_5_Moe", "MiniMaxM2"])
+@pytest.mark.parametrize("kind", ["Ernie4_5_Moe", "MiniMaxM2", "GraniteMoeShared"])
 def test_files_with_a_tensor_for_each_expert(group: dist.ProcessGroup, tmp_path: Path, kind: str) -> None:
     experts = {"moe_intermediate_size": 10, "moe_num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
     if group.rank() == 0:
@@ -242,8 +243,16 @@ def test_files_with_a_tensor_for_each_expert(group: dist.ProcessGroup, tmp_path:
     save_pretrained(model, tmp_path / "again", source=tmp_path / "base")
     base, again = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "again"))
     assert base.keys() == again.keys()
-    assert any(".experts.2." in name for name in base)
+    assert any(re.search(r"\.experts\.2\.|\.input_linear\.", name) for name in base)
     assert all(torch.equal(base[name], again[name]) for name in base)
+
+
+@pytest.mark.ranks(1)
+def test_tensors_that_are_made_of_several_are_named(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    save("OlmoHybrid", tmp_path, layer_types=["linear_attention", "full_attention"])
+    made = r"lacks tensor '\S+conv1d.weight', .* makes it of linear_attn.q_conv1d.weight, .*, which is not done here"
+    with pytest.raises(CheckpointError, match=made):
+        load_pretrained(tmp_path, groups=Groups(tp=group))
 
 
 def test_a_plan_counts_the_operations_of_the_utilisation(root: Path) -> None:

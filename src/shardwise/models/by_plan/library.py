@@ -163,23 +163,32 @@ def _outline(text: str) -> Any:
         return _class_of(own)._from_config(own)
 
 
+_Parts = dict[str, tuple[str, ...]]
+
+
 @lru_cache(maxsize=8)
-def _stored_names(text: str) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+def _stored_names(text: str) -> tuple[dict[str, str], _Parts, _Parts]:
     model = _outline(text)
     mapping = importlib.import_module("transformers.conversion_mapping")
     renamed, experts = {}, {}
+    others: _Parts = {}
     for each in mapping.get_model_conversion_mapping(model, add_legacy=False):
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(each, "operations", ())]
-        sources, targets = tuple(each.source_patterns), tuple(each.target_patterns)
+        # Most patterns are names with dots, escaped or not.
+        patterns = (each.source_patterns, each.target_patterns)
+        sources, targets = (tuple(name.replace("\\.", ".") for name in names) for names in patterns)
         merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
         if len(targets) == 1 and steps == [merged, joined][: 1 + (len(sources) > 1)]:
             experts[targets[0]] = sources
         elif len(sources) == len(targets) == 1 and not steps and not re.search(r"[\\^$(*]", sources[0] + targets[0]):
             renamed[targets[0]] = sources[0]
-    return renamed, experts
+        else:
+            others |= dict.fromkeys(targets, sources)
+    # The last that is done to names in files is undone first.
+    return dict(reversed(renamed.items())), experts, others
 
 
-def stored_names(config: ModelConfig) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+def stored_names(config: ModelConfig) -> tuple[dict[str, str], _Parts]:
     """Return how names in files differ from those of modules.
 
     Returns:
@@ -187,7 +196,14 @@ def stored_names(config: ModelConfig) -> tuple[dict[str, str], dict[str, tuple[s
         endings of its ``n`` tensors of one expert, which ``*`` stands for.
     """
     assert config.transformers_config is not None
-    return _stored_names(config.transformers_config)
+    return _stored_names(config.transformers_config)[:2]
+
+
+def unread_sources(config: ModelConfig, name: str) -> tuple[str, ...]:
+    """Return the names in files of what transformers makes a tensor of, in a way that is not read here; or nothing."""
+    text = config.transformers_config
+    others = {} if text is None else _stored_names(text)[2]
+    return next((sources for target, sources in others.items() if target in name), ())
 
 
 def vocabulary_parameters(config: ModelConfig) -> set[str]:

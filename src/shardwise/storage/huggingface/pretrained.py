@@ -13,6 +13,7 @@ import torch
 
 from shardwise.core.atomic_files import no_folder
 from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.json_text import first_of
 from shardwise.core.tensor_files import some_tensors
 from shardwise.data.json_records import counted
 from shardwise.models.by_plan import library
@@ -292,6 +293,8 @@ class PretrainedFolder:
                 found.setdefault(original, found[copy])
         if missing := sorted(expected - found.keys()):
             lacks = f"{self.path} lacks {some_tensors(missing)}, which its config.json asks for"
+            if sources := library.unread_sources(self.config.description, missing[0]):
+                lacks += f"; transformers makes it of {first_of(sources)}, which is not done here"
             raise CheckpointError(lacks + self._wrapper_hint(missing))
         if extra:
             raise CheckpointError(
