@@ -120,6 +120,21 @@ def test_garbage_is_one_error(tmp_path, suffix, content):
         read_records(path)
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_text_that_stands_in_all_rows(tmp_path, suffix):
+    """A file of some kilobytes with a gigabyte of text."""
+    path = tmp_path / f"a{suffix}"
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000, pyarrow.int32()), ["x" * 100_000])
+    table = pyarrow.table({"text": column})
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DataError, match=r"^'\S+', row \d+: the rows so far have more than \S+ bytes, over 300 times"):
+        read_corpus(path)
+
+
 def test_a_named_pipe_among_the_files_of_a_dataset(tmp_path):
     os.mkfifo(tmp_path / "x.arrow")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "x.arrow"}]}))

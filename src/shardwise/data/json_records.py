@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,9 @@ TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
 """Suffixes of files whose rows are records."""
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-_ROWS = 1024
+_ROWS = 64
+# A value that is stored once may stand in all rows, so a small file may have more text than there is memory.
+_MOST_TIMES, _ALWAYS_READ = 300, 1 << 28
 
 
 def files_of_dataset(folder: Path) -> list[Path] | None:
@@ -242,15 +245,28 @@ def records_of_table(file: Path) -> Iterator[Record]:
     number = 0
     try:
         with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:
+            most, num_bytes = max(_ALWAYS_READ, _MOST_TIMES * os.fstat(descriptor).st_size), 0
             for batch in _batches(arrow, opened, file.suffix.lower() == ".parquet"):
-                for row in batch.to_pylist():
+                num_bytes += batch.nbytes
+                shared = {each.name for each in batch.schema if arrow.types.is_dictionary(each.type)}
+                for row in chain.from_iterable(
+                    batch.slice(first, _ROWS).to_pylist() for first in range(0, batch.num_rows, _ROWS)
+                ):
                     number += 1
+                    num_bytes += sum(len(row[name]) for name in shared if isinstance(row[name], str))
+                    if num_bytes > most:
+                        raise DataError(
+                            f"{str(file)!r}, row {number}: the rows so far have more than {most:,} bytes, over "
+                            f"{_MOST_TIMES:,} times as many as the file; leave it out, or write it as JSON lines"
+                        )
                     yield Record(f"{str(file)!r}, row {number}", {name: _column(name, row[name]) for name in row})
+    except DataError:
+        raise
     except OSError as error:
         if error.strerror is None:
             raise _broken(file, number, error) from error
         raise DataError(f"cannot read {str(file)!r}: {error.strerror}; check the path and its permissions") from error
-    except (arrow.ArrowException, ValueError, TypeError, OverflowError) as error:
+    except (arrow.ArrowException, MemoryError, ValueError, TypeError, OverflowError) as error:
         raise _broken(file, number, error) from error
 
 
