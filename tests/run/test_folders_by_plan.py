@@ -26,7 +26,7 @@ from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.by_plan import library
 from shardwise.plan.workload import planned_workload
-from shardwise.run import plan_run
+from shardwise.run import plan_generation, plan_run
 from shardwise.run.metrics import read_metrics
 from shardwise.run.settings import (
     FinetuneSettings,
@@ -315,6 +315,17 @@ def test_rows_for_new_tokens_are_planned(root: Path, tmp_path: Path) -> None:
     assert source.folder.new_ids == range(280, 290)
     with pytest.raises(ConfigError, match=r"290 ids, and its model rows for 280: .* --resize-vocab gives"):
         PretrainedModel(dataclasses.replace(settings, resize_vocab=False))
+
+
+def test_texts_of_the_folder_are_not_planned(root: Path) -> None:
+    with pytest.raises(ConfigError, match="Arcee is computed by transformers, whose caches are not planned"):
+        plan_generation(root / "Arcee")
+
+
+def test_convolutions_are_counted_by_a_plan(root: Path, tmp_path: Path) -> None:
+    linear = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 10}
+    save("Qwen3Next", tmp_path, layer_types=["linear_attention", "full_attention"], **linear)
+    assert plan_run(tmp_path, command="finetune", model={"sequence_length": 8}).worst.total > 0
 
 
 def test_embeddings_that_would_lack_new_ids_are_named() -> None:

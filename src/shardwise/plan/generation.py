@@ -343,6 +343,10 @@ def _text_of(
     model, longest = config.description, config.description.max_sequence_length
     if model.kind != "gpt":
         raise ConfigError(f"{path} is a {config.architecture.model_type} model, which adds no tokens")
+    if model.transformers_config is not None:
+        raise ConfigError(
+            f"{path} is computed by transformers, whose caches are not planned; plan finetune plans its weights"
+        )
     if prompt_length is None:
         prompt_length = max(
             1, min(DEFAULT_SEQUENCE, longest - (max_new_tokens or min(USUAL_MAX_NEW_TOKENS, longest // 2)))

@@ -168,8 +168,10 @@ class Timeline(TorchDispatchMode):
                     self._add(each)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            # Options such as the dtype of a result do not count.
-            self.count_flops(count(*(arg for arg in args if isinstance(arg, Tensor)), out_val=result))
+            # Options such as the dtype of a result do not count; the formulas of convolutions have all arguments.
+            is_convolution = "convolution" in func.name()
+            counted = args if is_convolution else (arg for arg in args if isinstance(arg, Tensor))
+            self.count_flops(count(*counted, out_val=result))
         elif func is _aten._grouped_mm.default:
             self.count_flops(2 * args[0].numel() * args[1].size(-1))
         elif func.namespace == "mkldnn":
