@@ -68,6 +68,7 @@ transformer.layer_parts - transformer.torch_norm transformer.torch_layer_norm
 transformer.layer_parts - fusions.fused_bias_dropout fusions.fused_layer_norm
 transformer.moe megatron.moe .moe_layer .router .experts
 transformer.multi_token_prediction - = transformer.moe.moe_utils
+transformer.pipeline_parallel_layer_layout - =
 transformer.router_replay - transformer.moe.router_replay
 transformer.module megatron.module,megatron.spec_utils = transformer.spec_utils transformer.identity_op
 transformer.transformer_block - =

@@ -109,10 +109,6 @@ def test_a_config_deals_out_its_layers():
         ({"num_layers": 2}, "2 layers cannot be dealt out to 3"),
         ({"num_layers_in_first_pipeline_stage": 8}, "leaves 1 for the other 2"),
         ({"virtual_pipeline_model_parallel_size": 4}, "3 pipeline stages of 4 chunks"),
-        (
-            {"pipeline_model_parallel_layout": "Et*9L"},
-            "pipeline_model_parallel_layout is 'Et.9L', which is not offered",
-        ),
     ):
         with pytest.raises(ConfigError, match=words):
             TransformerConfig(**sizes | options)

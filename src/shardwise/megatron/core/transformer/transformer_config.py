@@ -15,6 +15,8 @@ import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names, check_inert, inert_settings_of, say_once
+from shardwise.megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from shardwise.megatron.errors import AssertedConfigError
 from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.model_fields import ModelFields
@@ -118,6 +120,8 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             with None for "none" and for fields that the granularity does not use.
         cp_comm_type: as ``ModelConfig``'s, and None for ``"auto"``; or a list of a value for each layer, all the same.
         no_rope_freq: layers without rotary positions: every n-th for an integer ``n``; for a list, those with a 1.
+        pipeline_model_parallel_layout: the layers of each chunk of each stage, as a ``PipelineParallelLayerLayout`` or
+            its argument; None for the engine's distribution.
         num_moe_experts: number of experts; None for a dense model, which ignores the fields ``moe_*``. ``experts`` is
             made of these fields.
         moe_layer_freq: layers with experts, for ``get_gpt_decoder_block_spec``: the first and then every n-th for an
@@ -169,6 +173,10 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     cp_comm_type: str | list[str] | None = field(default=None, kw_only=True)  # type: ignore[assignment]
     no_rope_freq: int | list[int] | None = field(default=None, kw_only=True)
 
+    pipeline_model_parallel_layout: str | list[Any] | PipelineParallelLayerLayout | None = field(
+        default=None, kw_only=True
+    )
+
     num_moe_experts: int | None = field(default=None, kw_only=True)
     moe_layer_freq: int | list[int] = field(default=1, kw_only=True)
     moe_ffn_hidden_size: int | None = field(default=None, kw_only=True)
@@ -204,6 +212,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             check_inert(self)
             return
         self._recomputation()
+        self._lay_out()
         self.cp_comm_type = self._context_way()
         if self.window_size is not None and self.window_attn_skip_freq is not None:
             skipped = _is_each(self, "window_attn_skip_freq")
@@ -220,6 +229,32 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
                 "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
             )
         self._choose_loss()
+
+    def _lay_out(self) -> None:
+        if self.pipeline_model_parallel_layout is None:
+            return
+        for name in _OTHER_LAYOUTS:
+            if getattr(self, name) not in (None, False):
+                raise ConfigError(f"pipeline_model_parallel_layout and {name} are both set; choose one")
+        layout = self.pipeline_model_parallel_layout
+        if not isinstance(layout, PipelineParallelLayerLayout):
+            layout = PipelineParallelLayerLayout(layout, self.pipeline_model_parallel_size)
+        stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+        given = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size or chunks
+        if given != (stages, chunks):
+            raise AssertedConfigError(
+                f"pipeline_model_parallel_layout {layout!r} has {stages} stages of {chunks} chunks, and the config "
+                f"{given[0]} of {given[1]}; give both the same"
+            )
+        layout.validate_layer_layout(self.num_layers, self.mtp_num_layers)
+        self.pipeline_model_parallel_layout = layout
+        if chunks > 1:
+            self.virtual_pipeline_model_parallel_size = chunks
+
+    def stage_layers(self) -> tuple[tuple[range, ...], ...]:
+        """Return the layers of ``pipeline_model_parallel_layout`` if it is set; see ``ModelConfig.stage_layers``."""
+        layout = self.pipeline_model_parallel_layout
+        return layout.stage_layers() if isinstance(layout, PipelineParallelLayerLayout) else super().stage_layers()
 
     def _choose_loss(self) -> None:
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
@@ -377,6 +412,12 @@ _LIVE_OF_EXPERTS = {
     "moe_router_bias_update_rate",
     "moe_router_force_load_balancing",
 }
+_OTHER_LAYOUTS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 _READ_ONCE = {
     "activation_func",
     "defer_embedding_wgrad_compute",
