@@ -50,19 +50,6 @@ def test_two_ranks_train_as_one(group, tmp_path, name, dtype):
     assert_trains_alike(trainer, reference, 1e-10 if dtype == "float64" else 1e-5)
 
 
-@pytest.mark.ranks(2, 4)
-def test_one_update_of_muon_is_that_of_one_rank(group, tmp_path):
-    """Every matrix is made whole for it, over data- and tensor-parallel ranks."""
-    # The gradient of a key's bias, which gpt has, is 0 in truth, and AdamW would make a step of its rounding.
-    options = {"optimizer": {"name": "muon"}, "model": {"architecture": "llama"}}
-    reference = made(tmp_path, **options)
-    trainer = made(tmp_path, dataclasses.replace(ZERO, tp=group.size() // 2), **options)
-    curve(trainer, 1), curve(reference, 1)
-    wholes = whole_weights(reference)
-    for name, weight in whole_weights(trainer).items():
-        assert_close_to(weight, wholes[name], rtol_of_norm=1e-12, name=name)
-
-
 LAYOUTS = {
     "dp 4": (ZERO, {}),
     "tp 2, sequence parallel, copies of a head, tied": (
