@@ -39,11 +39,18 @@ LATENT = {
     "qk_rope_head_dim": 2,
     "v_head_dim": 4,
 }
+# Frequencies of all texts of a pass would be those of the longest.
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, "factor": 3.0}
+LONG |= {"short_factor": [1.0, 1.0], "long_factor": [1.0, 30.0]}
+# Texts see the keys since the last multiple, which a cache does not tell.
+CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 5, "num_local_experts": 2}
 # Other sizes, and whether texts grow together.
 KINDS: dict[str, tuple[dict[str, Any], bool]] = {
     "Apertus": ({}, True),
     "Exaone4": (WINDOWS, True),
     "GraniteMoe": ({"num_local_experts": 3, "num_experts_per_tok": 2}, True),
+    "Olmo2": ({"rope_parameters": LONG}, False),
+    "Llama4": (CHUNKS | {"intermediate_size_mlp": 22}, False),
     # Keys are computed of what its cache keeps.
     "MiniCPM3": (LATENT, False),
     "Qwen3Next": (LINEAR | {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "num_experts": 0}, False),
@@ -51,7 +58,7 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 def made(kind: str, group: dist.ProcessGroup) -> PlannedModel:
-    config = getattr(transformers, f"{kind}Config")(**SIZES | KINDS[kind][0])
+    config = getattr(transformers, f"{kind}{'Text' * (kind == 'Llama4')}Config")(**SIZES | KINDS[kind][0])
     fields = config.to_dict() | {"architectures": [f"{kind}ForCausalLM"]}
     description = library.describe({name: value for name, value in fields.items() if value is not None})
     model = PlannedModel(replace(description, params_dtype=torch.float64), groups=Groups(tp=group)).eval()

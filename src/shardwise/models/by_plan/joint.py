@@ -50,10 +50,19 @@ class _JointCache(PlannedCache):
 
 
 def may_join(model: PlannedModel) -> bool:
-    """True unless a layer keeps other states than the keys and values of single tokens; no communication."""
+    """True unless a layer keeps other states than the keys and values of single tokens; no communication.
+
+    False also if what a token reads depends on the length of its text, which a short trial does not show: chunks of
+    attention, which begin at multiples of a length, and rotary frequencies, which are those of the longest text.
+    """
     layers = PlannedCache(model).states.layers
     is_known = bool(layers) and all(type(layer).__name__ in _LAYERS for layer in layers)
-    return is_known and model.whole._supports_sdpa
+    config = model.whole.config.get_text_config()
+    has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    kinds = [getattr(module, "rope_type", None) for module in model.whole.modules()]
+    kinds = [each for kind in kinds for each in (kind.values() if isinstance(kind, dict) else (kind,))]
+    has_lengths = any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in kinds)
+    return is_known and model.whole._supports_sdpa and not has_chunks and not has_lengths
 
 
 @torch.no_grad()
