@@ -106,8 +106,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def oracle(folder):
-    """Cases, and trl's samples of each."""
+def cases(folder):
+    """Cases for trl, written as its program reads them."""
     cases = [{"name": name, "records": records_of(name), "assistant_only": True} for name in NAMES] + [
         {"name": name, "records": divided(CHATS), "assistant_only": False} for name in NAMES
     ]
@@ -116,6 +116,12 @@ def oracle(folder):
     cases = [case | {"tokenizer": str(folder / kind)} for kind in ("plain", "beginning") for case in cases]
     given = [case | {"template": None if case["name"] is None else template_of(case["name"])} for case in cases]
     (folder / "cases.json").write_text(json.dumps(given))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def oracle(folder, cases):
+    """Cases, and trl's samples of each."""
     run(sys.executable, HERE / "trl_samples.py", folder)
     return list(zip(cases, json.loads((folder / "samples.json").read_text()), strict=True))
 
@@ -142,9 +148,10 @@ def test_samples_are_those_of_trl(oracle):
 
 
 @pytest.mark.slow
-def test_folders_of_datasets_are_read(folder, oracle):
+def test_folders_of_datasets_are_read(folder, cases):
+    run(sys.executable, HERE / "trl_samples.py", folder, "--dataset-only")
     _, records = read_records(folder / "saved" / "train")
-    given = [example_of(Record("here", record), "text").completion for record in oracle[0][0]["records"]]
+    given = [example_of(Record("here", record), "text").completion for record in cases[0]["records"]]
     assert [example_of(record, "text").completion for record in records] == given
     with pytest.raises(DataError, match=r"holds the splits of a dataset; name one of them, such as '.*saved/train'"):
         read_records(folder / "saved")

@@ -1,10 +1,10 @@
 """What trl's SFTTrainer makes of records: a program of its own, since trl takes seconds to import.
 
-    python trl_samples.py FOLDER
+    python trl_samples.py FOLDER [--dataset-only]
 
 reads FOLDER/cases.json, a list of objects with ``tokenizer`` (a folder), ``template`` (a chat template or null),
 ``records``, and ``assistant_only``, and writes FOLDER/samples.json: for each case the ``input_ids`` and ``labels``. The
-records of the first case are saved as a dataset too, in FOLDER/saved.
+records of the first case are saved as a dataset first, in FOLDER/saved; nothing else with ``--dataset-only``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, dataset_only: bool) -> None:
     os.environ["HF_HOME"] = str(folder / "hf")
     warnings.simplefilter("ignore")
     import datasets
-    import transformers
-    import trl
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
+    cases = json.loads((folder / "cases.json").read_text())
+    saved = datasets.Dataset.from_list(cases[0]["records"])
+    datasets.DatasetDict({"train": saved}).save_to_disk(folder / "saved", num_shards={"train": 2})
+    if dataset_only:
+        return
+
+    import transformers
+    import trl
+
     logging.disable(logging.WARNING)
     config = transformers.LlamaConfig(
         vocab_size=600, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
@@ -48,11 +55,8 @@ def main(folder: Path) -> None:
         )
         return [{name: sample[name] for name in ("input_ids", "labels")} for sample in trainer.train_dataset]
 
-    cases = json.loads((folder / "cases.json").read_text())
-    saved = datasets.Dataset.from_list(cases[0]["records"])
-    datasets.DatasetDict({"train": saved}).save_to_disk(folder / "saved", num_shards={"train": 2})
     (folder / "samples.json").write_text(json.dumps([samples_of(case) for case in cases]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), dataset_only=sys.argv[2:] == ["--dataset-only"])
