@@ -72,17 +72,27 @@ def run(staged, batches, **options):
     return sums
 
 
+INTERLEAVED = {"pp": 2, "num_chunks": 2}
 LAYOUTS = {
     "pp 4": {"pp": 4},
-    "pp 2, tp 2, interleaved": {"pp": 2, "tp": 2, "num_chunks": 2, "sequence_parallel": True},
+    "pp 2, tp 2, interleaved": INTERLEAVED | {"tp": 2, "sequence_parallel": True},
     "pp 2, cp 2": {"pp": 2, "cp": 2},
 }
 
 
+@pytest.mark.ranks(2)
+def test_losses_and_gradients_are_those_of_one_rank(group):
+    check_layout(INTERLEAVED)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_and_gradients_are_those_of_one_rank(group, layout):
-    sizes = LAYOUTS[layout]
+def test_with_other_kinds_of_parallelism(group, layout):
+    check_layout(LAYOUTS[layout])
+
+
+def check_layout(sizes):
+    """Losses and gradients are those of one rank."""
     tp, pp, cp, num_chunks = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "num_chunks"))
     batches = packed_batches if cp == 1 else whole_batches
     whole = staged_gpt(num_layers=5)

@@ -132,8 +132,8 @@ def test_a_backward_does_not_wait_for_the_next_shape(group):
     assert len(forwards) == 4
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "interleaved"])
 def test_an_error_of_any_stage_ends_all_and_the_next_step_is_right(group, name):
     pp = group.size()
     staged = staged_for(name, pp=pp, num_layers=2 * pp)
@@ -240,6 +240,7 @@ def test_a_stage_that_dies_or_sends_a_wrong_header_ends_all(tmp_path, what):
         ([0, 5, 2, 23], r"\[5, 2, 23\], and the stages exchange \[any, any, 24\]"),
         ([7, 5, 2, 24], r"announced by \[7, 5, 2, 24\], which must begin with 0 or 1"),
     ],
+    ids=["negative", "huge", "width", "flag"],
 )
 def test_a_header_is_not_trusted(numbers, words):
     with pytest.raises(ShardingError, match=words):

@@ -75,7 +75,7 @@ class ModelParallelConfig(LayerConfig, inert_settings_of("ModelParallelConfig"),
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
     microbatch_group_size_per_vp_stage: int | None = None
-    variable_seq_lengths: bool = False
+    variable_seq_lengths: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_inert(self)
