@@ -4,6 +4,7 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Topology
 from shardwise.exact import sum_in_parts
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
@@ -35,6 +36,14 @@ def test_the_loss_and_its_gradient(group, shape):
     assert_bit_equal(found[1], own, name="gradient")
     for topology in topologies:
         topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_ids_that_ranks_do_not_divide_at_parts_are_refused(group):
+    topology = Topology.create(tp=2)
+    with pytest.raises(ConfigError, match=r"over 42 ids is cut into 4 parts, .* \(\[\(0, 21\), \(21, 42\)\]\) are not"):
+        loss_and_gradient(topology, torch.randn(7, 42), torch.zeros(7, dtype=torch.int64))
+    topology.destroy()
 
 
 def test_statistics_of_some_tokens_have_the_bits_of_all():

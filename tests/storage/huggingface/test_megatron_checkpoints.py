@@ -505,8 +505,18 @@ def test_what_is_exported_has_megatrons_tensors(group: dist.ProcessGroup, tmp_pa
     from shardwise.core.communication.agreement import gather_objects
 
     out = gather_objects(tmp_path / "out", "the folder", group=group)[0]
-    kept, groups = MegatronFolder(KEPT / case), groups_of(group.size(), 1)
+    kept, groups = MegatronFolder(KEPT / case), groups_of(group.size(), 1, ep=2 if case == "experts" else 1)
     model = load_pretrained(KEPT / case, groups=groups, device="cpu")
+    # One of the first ranks' weights is not finite: all ranks say so, and nothing is left.
+    first = next(model.parameters())
+    value = first.detach()[0].clone()
+    with torch.no_grad():
+        first[0] = torch.nan
+    with pytest.raises(CheckpointError, match="has values that are not finite"):
+        save_megatron(model, out, iteration=7)
+    assert not out.exists()
+    with torch.no_grad():
+        first[0] = value
     save_megatron(model, out, iteration=7)
     exported = MegatronFolder(out)
     assert exported.iteration == 7
