@@ -236,6 +236,8 @@ def test_a_second_call_changes_nothing():
 def test_what_is_not_offered_is_not_found():
     with pytest.raises(ModuleNotFoundError, match=r"megatron\.core\.ssm"):
         importlib.import_module("megatron.core.ssm")
+    with pytest.raises(ImportError, match=r"name 'get_args' from 'megatron\.training' .*shardwise.megatron"):
+        exec("from megatron.training import get_args")
 
 
 SIBLINGS = """

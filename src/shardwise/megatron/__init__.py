@@ -60,6 +60,8 @@ def install(*, rng: str = "global") -> None:
         # Without a folder, missing modules of Megatron Core are not found even if it is installed.
         package.__path__ = _folders() if name == "megatron" else []
         setattr(package, _MARK, True)
+        # Python names it where a name cannot be imported.
+        package.__file__ = __file__
         for source in map(importlib.import_module, PACKAGES.get(name, ())):
             vars(package).update({public: getattr(source, public) for public in source.__all__})
         package.__getattr__ = _absent_in(PACKAGES.get(name, ()))  # type: ignore[method-assign]

@@ -346,7 +346,8 @@ def on_layers(model: C, layers: Literal["auto", "training", "inference", "fused"
     except ConfigError as error:
         if layers != "auto":
             raise
-        return model, f"those of training, since {error}"
+        # Without what to do about it: nothing need be done.
+        return model, f"those of training, since {str(error).partition(';')[0]}"
     if layers == "auto":
         return view, "those for inference, which are faster than those of training"
     row = next(module for module in view.modules() if isinstance(module, InferenceRowLinear))
