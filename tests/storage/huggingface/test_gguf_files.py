@@ -121,7 +121,8 @@ def test_sentencepiece_tokens_are_those_of_transformers() -> None:
 
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdet,."]
     tokens += ["▁a", "▁b", "ab", "cd", "▁ab", "abcd", "▁abcd", "at", "te", "ate", "▁▁", "▁cd"]
-    base = {"tokens": tokens, "scores": [-float(number) for number in range(len(tokens))], "unknown_token_id": 0}
+    # Not in the order of the tokens: "at" is merged before "▁a".
+    base = {"tokens": tokens, "scores": [float(number) for number in range(len(tokens))], "unknown_token_id": 0}
     base |= {"bos_token_id": 1, "eos_token_id": 2, "token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]}
     for architecture in ("phi3", "gemma2"):
         theirs, _ = convert_gguf_tokenizer(architecture, {"tokenizer_type": "llama", **base, "unk_token_id": 0})

@@ -679,6 +679,12 @@ def exchange_weights(found: Metadata) -> None:
     places[one], places[other] = places[other], places[one]
 
 
+def earlier_iteration(folder: Path) -> None:
+    path = folder / ITERATION / "common.pt"
+    value = torch.load(path, weights_only=False, pickle_module=_WithoutMegatron)
+    torch.save(value | {"iteration": 1}, path)
+
+
 BAD_STATES: dict[str, tuple[Callable[[Path], None], str]] = {
     "other weights": (
         lambda folder: change_metadata(folder, exchange_weights),
@@ -694,6 +700,7 @@ BAD_STATES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: change_arguments(folder, virtual_pipeline_model_parallel_size=2),
         "of interleaved stages",
     ),
+    "more steps than iterations": (earlier_iteration, r"the optimizer took 2\.0 steps, .* at most the 1 iter"),
     "another optimizer": (lambda folder: change_arguments(folder, optimizer="sgd"), 'its optimizer is "sgd"'),
     "other groups": (lambda folder: change_arguments(folder, tensor_model_parallel_size=4), "the buckets of the optim"),
 }
