@@ -160,8 +160,16 @@ def test_texts_whose_rotary_frequencies_change_are_refused(group):
 
 @pytest.mark.slow
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("case", ["llama", "gpt"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("gpt", torch.float32),
+        # On two ranks, ``test_generation_has_the_bits_of_training`` has all of them.
+        pytest.param("llama", torch.float32, marks=pytest.mark.matrix),
+        pytest.param("gpt", torch.bfloat16, marks=pytest.mark.matrix),
+    ],
+)
 def test_every_number_of_ranks(group, case, dtype):
     topologies, ids, found = [Topology.create(tp=tp) for tp in (1, 2, 4, 8)], texts(2), []
     for topology in topologies:
