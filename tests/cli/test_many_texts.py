@@ -296,7 +296,8 @@ def test_what_is_finished_is_kept_if_a_rank_dies(run, tmp_path, layout):
     assert second[0] == -signal.SIGKILL
     assert first[0] == 1
     assert [json.loads(line)["prompt"] for line in first[1].splitlines()] == [1]
-    assert "ended" in first[2]
+    # Either its connection is closed first, or the watch sees that its process is gone.
+    assert any(how in first[2] for how in ("ended", "died"))
 
 
 @pytest.mark.slow

@@ -80,10 +80,11 @@ def test_outputs_may_be_written_to(group):
     for sections in (1, 2):
         layer = made(lambda sections=sections: ColumnLinear(IN, width, sections=sections, **options))
         x.grad = dense_x.grad = None
-        gathered = layer.gather(layer(x))
+        gathered, whole = layer.gather(layer(x)), dense[0](dense_x) + 1
         gathered += 1
+        assert_close_to(gathered, whole, rtol_of_norm=1e-14, name=f"{sections} sections")
         gathered.square().sum().backward()
-        (dense[0](dense_x) + 1).square().sum().backward()
+        whole.square().sum().backward()
         assert_close_to(x.grad, dense_x.grad, rtol_of_norm=1e-13)
 
 
