@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import re
@@ -59,7 +60,8 @@ _LOCAL = "parallelism=LinearParallelism.LOCAL, **options)\n        layer.scatter
 
 
 def save(kind: str, folder: Path, **sizes: object) -> None:
-    config = getattr(transformers, f"{kind}Config")(**SIZES | sizes)
+    # A copy, because some configs write into the values that they are given.
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(SIZES | sizes))
     torch.manual_seed(5)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
     with torch.no_grad():
