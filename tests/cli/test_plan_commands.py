@@ -189,7 +189,7 @@ def test_a_picture_that_cannot_be_written(capsys, tmp_path):
         (["--rank", "0", "--fit", "1GiB"], "plan", "--rank 0 is of one layout, and --fit lists layouts"),
         (["--host-bandwidth", "fast"], "plan", "'fast' is not a number of bytes"),
         (["--picture", "memory.pdf"], "plan", "--picture memory.pdf is no picture; its name must end in .png or .svg"),
-        (["--tp", "2", "finetune"], "plan", "name it first: shardwise plan finetune ..."),
+        (["--tp", "2", "finetune"], "plan", "the word finetune goes directly after shardwise plan"),
         (["generate"], "plan generate", "MODEL_DIR is missing; see --help"),
         (["generate", "nowhere"], "plan generate", "nowhere"),
         (["generate", "F", "--ranks", "2", "--tp", "4"], "plan generate", "--tp 4 is not the number of ranks, 2"),

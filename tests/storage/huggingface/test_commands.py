@@ -146,7 +146,7 @@ def test_transformers_computes_what_a_trained_model_does(architecture: Any, tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["import-hf", "nowhere", "--out", "x"], "there is no folder nowhere; a model of the Hugging Face hub is"),
+        (["import-hf", "nowhere", "--out", "x"], "there is no folder nowhere; to use a model of the Hugging Face hub"),
         (["import-hf", "nowhere"], "--out"),
         (["import-hf", "MODEL", "--out", "x", "--nproc", "7"], "6 attention heads cannot be split over 7 ranks"),
         (["export-hf", "nowhere", "--out", "x"], "there is no folder nowhere"),
