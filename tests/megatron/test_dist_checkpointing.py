@@ -288,7 +288,7 @@ def test_plain_values_come_back_as_they_are(group, tmp_path):
 @pytest.mark.ranks(2)
 def test_plain_values_that_differ_between_ranks_are_an_error_on_all(group, tmp_path):
     rank, own = group.rank(), shard(group.rank(), 2, True)
-    start = "ranks disagree on a plain value of the state, of which one is stored: "
+    start = "ranks disagree on a plain value of the state, and one value is stored: "
     for values, message in (
         ({"number": rank}, r"'number' is 0 on rank 0 and 1 on rank 1; leave it out"),
         ({"deep": [{"a": (1, rank)}]}, r"'deep\.0\.a\.1' is 0 on rank 0 and 1 on rank 1"),

@@ -49,9 +49,9 @@ def test_sizes_that_do_not_fit(sizes, message):
 
 
 def test_a_batch_that_grows_is_refused():
-    with pytest.raises(ConfigError, match=r"rampup_batch_size is \[2, 2, 8\] .* the batch stays as it is"):
+    with pytest.raises(ConfigError, match=r"rampup_batch_size is \[2, 2, 8\] .* the batch size does not change"):
         calculator.init_num_microbatches_calculator(0, [2, 2, 8], 24, 2, 3)
-    with pytest.raises(ConfigError, match="step_batch_size_schedule '0:8', and the batch stays"):
+    with pytest.raises(ConfigError, match="step_batch_size_schedule '0:8', and the batch size does"):
         calculator.init_num_microbatches_calculator(0, None, 24, 2, 3, step_batch_size_schedule="0:8")
     with pytest.raises(ConfigError, match="StepBatchsizeNumMicroBatchesCalculator is not offered here"):
         calculator.StepBatchsizeNumMicroBatchesCalculator(2, 3, False, 0, "0:8")

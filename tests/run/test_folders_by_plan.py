@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from harness.faults import Fault, plant
+from harness.model_options import TRANSFORMERS
 from run.run_processes import run_command, run_commands
 from safetensors.torch import load_file, save_file
 
@@ -41,16 +42,9 @@ from shardwise.run.utilisation import model_flops_per_token
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.pretrained import PretrainedFolder, config_from_json
 
-SIZES = {
+SIZES = TRANSFORMERS | {
     "vocab_size": 301,
-    "hidden_size": 24,
-    "intermediate_size": 22,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 4,
     "max_position_embeddings": 64,
-    "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 # Without gates and tied; with an activation that has parameters.

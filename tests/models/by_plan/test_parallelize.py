@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from harness.model_options import TRANSFORMERS
 from harness.parity import assert_bit_equal
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -23,19 +24,12 @@ from shardwise.nn.replicated import replicas_of
 from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
 
-SIZES = {
+SIZES = TRANSFORMERS | {
     "vocab_size": 37,
-    "hidden_size": 24,
-    "intermediate_size": 22,
     "moe_intermediate_size": 10,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32,
-    "pad_token_id": 0,
 }
 LATENT = {
     "num_key_value_heads": 6,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from harness.model_options import TRANSFORMERS
 from models.generation.test_engine import alone, requests_of
 
 from shardwise.core.topology import Groups
@@ -17,17 +18,7 @@ from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.generation import BatchEngine
 from shardwise.nn import named_param_layouts
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 22,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 4,
-    "max_position_embeddings": 24,
-    "pad_token_id": 0,
-}
+SIZES = TRANSFORMERS | {"vocab_size": 61, "max_position_embeddings": 24}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 3, "linear_num_value_heads": 6}
 LATENT = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from harness.model_options import TRANSFORMERS
 from harness.parity import assert_close_to, gather_shards
 from torch import Tensor
 from training.optimizer.test_muon import OPTIONS, give_gradients, newton_schulz
@@ -19,19 +20,13 @@ from shardwise.models.by_plan.model import PlannedModel
 from shardwise.nn import named_param_layouts
 from shardwise.training.optimizer.muon import Muon
 
-SIZES = {
+SIZES = TRANSFORMERS | {
     "vocab_size": 37,
-    "hidden_size": 24,
-    "intermediate_size": 22,
     "moe_intermediate_size": 10,
     "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 4,
     "num_experts": 3,
     "num_local_experts": 3,
     "num_experts_per_tok": 2,
-    "pad_token_id": 0,
 }
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 HALVES = [slice(22), slice(22, 44)]

@@ -65,7 +65,7 @@ _FOREIGN = {
 
 
 class StrictHandling(Enum):
-    """What ``load`` does about tensors that only the state has (unexpected), or only the checkpoint (missing).
+    """The reaction of ``load`` to tensors that only the state has (unexpected), or only the checkpoint (missing).
 
     ``*_UNEXPECTED`` ignore missing tensors. Unexpected ones are an error, unless they are logged as a warning,
     returned by name, or ignored; the result of ``load`` lacks them then.
@@ -452,7 +452,7 @@ def _check_same_values(of_ranks: Sequence[dict[str, str]]) -> None:
             name = max(differing, key=len)
             found, wanted = leaves.get(name, "no value"), first.get(name, "no value")
             raise CheckpointError(
-                f"ranks disagree on a plain value of the state, of which one is stored: {name!r} is {wanted} on "
+                f"ranks disagree on a plain value of the state, and one value is stored: {name!r} is {wanted} on "
                 f"rank 0 and {found} on rank {rank}; leave it out, store it as a ShardedTensor or, if rank 0's is "
                 "the right one, remove it in preprocess_common_before_consistancy_check"
             )

@@ -130,7 +130,7 @@ def reconfigure_num_microbatches_calculator(
     if rampup_batch_size is not None or step_batch_size_schedule is not None:
         raise ConfigError(
             f"rampup_batch_size is {rampup_batch_size} and step_batch_size_schedule {step_batch_size_schedule!r}, and "
-            "the batch stays as it is here; call reconfigure_num_microbatches_calculator where it is to change"
+            "the batch size does not change here; call reconfigure_num_microbatches_calculator to change it"
         )
     if global_batch_size is None or micro_batch_size is None or data_parallel_size is None:
         raise AssertedConfigError("give global_batch_size, micro_batch_size and data_parallel_size")

@@ -206,7 +206,7 @@ def own_part(model: CausalModel, logits: Tensor) -> Tensor:
 def checked_model(model: CausalModel) -> int:
     """Return the size of the vocabulary; raise ConfigError for one of several pipeline stages."""
     if not (model.pre_process and model.post_process):
-        raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
+        raise ConfigError("this is one pipeline stage of a model; only BatchEngine and generate_all generate in stages")
     assert model.vocab_size is not None
     return model.vocab_size
 

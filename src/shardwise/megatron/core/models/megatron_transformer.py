@@ -1,4 +1,4 @@
-"""What Megatron's GPT and BERT share: construction, marks on parameters, an output layer that returns a pair."""
+"""The common base of Megatron's GPT and BERT: construction, marks on parameters, and an output layer with pairs."""
 
 from __future__ import annotations
 
