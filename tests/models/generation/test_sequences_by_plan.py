@@ -59,6 +59,10 @@ def made(kind: str, group: dist.ProcessGroup) -> PlannedModel:
         whole = whole / whole.size(-1) ** 0.5 if whole.dim() > 1 else 1 + 0.2 * whole
         with torch.no_grad():
             param.copy_(layout.take(whole, group.rank()))
+    for buffer in model.buffers():
+        # Of those that files have.
+        if buffer.isnan().any():
+            buffer.fill_(0.5)
     return model
 
 

@@ -145,7 +145,8 @@ def allocate_(model: Any, device: torch.device) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in stored:
             tensor._is_hf_initialized = True
-        elif tensor.is_floating_point():
+        # What should fill a buffer and does not is seen, whatever the memory held.
+        if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
             tensor.fill_(torch.nan)
     with device:
         model.initialize_weights()
