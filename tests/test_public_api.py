@@ -121,7 +121,6 @@ def test_a_function_has_the_flags_of_its_command_with_their_defaults(command):
         ("train('x.txt', parallel={'tp': 2})", r"^parallel.tp 2 does not divide the 1 ranks"),
         ("train(())", "^no text to train on"),
         ("fit_run('1GiB', ranks=[1, 'two'])", r"^ranks is 'two'; it must be an integer"),
-        ("train('x.txt', task='sequence-classification')", "^task is not a setting any more: Shardwise does not label"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_its_name(call, message):

@@ -15,7 +15,6 @@ from shardwise.cli.main import COMMANDS
 from shardwise.cli.training import DemoArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import Settings
-from shardwise.training.bounds import REMOVED
 
 
 def of(cls):
@@ -128,7 +127,6 @@ def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
         (["--warmup=2"], "unknown flag --warmup; did you mean --optimizer.warmup-steps?"),
         (["--active=2"], "unknown flag --active; did you mean --profile.active?"),
         (["--qqqqqq"], "unknown flag --qqqqqq; see --help"),
-        (["--problem-type", "regression"], f"--problem-type is not a flag any more: {REMOVED['task']}"),
         (["--model.num-layers", "x"], "--model.num-layers is 'x'; it must be an integer"),
         (["--model.num-layers", "3.5"], "--model.num-layers is '3.5'; it must be an integer"),
         (["--model.num-layers"], "--model.num-layers needs a value"),

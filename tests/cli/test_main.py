@@ -11,7 +11,7 @@ import shardwise
 from shardwise.cli.main import COMMANDS, main
 from shardwise.cli.reporting import describe, run_command
 from shardwise.core.errors import CheckpointError, ConfigError, DataError, LaunchError, ParityError
-from shardwise.training.bounds import REMOVED, nearest
+from shardwise.training.bounds import nearest
 
 
 def call(*argv, program=(sys.executable, "-m", "shardwise"), **variables):
@@ -89,20 +89,12 @@ def test_version(capsys):
             "unknown command 'xyz'; one of demo, train, finetune, dpo, plan, doctor, generate, score, chat, eval, "
             "compare, tokenize, import-hf, import-megatron, export-hf, export-megatron, conformance, env, completion",
         ),
-        *((word, f"{word} is not a command any more: {REMOVED[word]}") for word in ("classify", "distill")),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],
 )
 def test_an_unknown_command_is_one_line(capsys, word, message):
     assert main([word]) == 2
     assert capsys.readouterr() == ("", f"shardwise: error: {message}\n")
-
-
-@pytest.mark.parametrize("name", ["plan", "doctor"])
-def test_a_command_that_left_is_named_behind_another_one(capsys, name):
-    assert main([name, "distill", "m", "--teacher", "t"]) == 2
-    said = f"{name} distill is not a command any more: {REMOVED['distill']}"
-    assert capsys.readouterr() == ("", f"shardwise {name}: error: {said}\n")
 
 
 def test_a_mistake_is_one_line_and_with_debug_a_stack_trace_too(capsys):

@@ -27,7 +27,6 @@ from shardwise.training.bounds import (
     DEFAULT_TIMEOUT,
     LOCAL_RANKS,
     RANKS,
-    REMOVED,
     TIMEOUT,
     Checked,
     annotations_of,
@@ -314,9 +313,6 @@ class FlagReader:
         name = name.replace("_", "-")
         flag = self.flags.get(name)
         if flag is None:
-            # `--task` of eval is a slip of `--tasks`.
-            if (gone := REMOVED.get(name.lstrip("-").replace("-", "_"))) and f"{name}s" not in self.flags:
-                raise ConfigError(f"{name} is not a flag any more: {gone}")
             close = nearest(name.lstrip("-"), [known.removeprefix("--") for known in self.flags])
             raise ConfigError(f"unknown flag {name}" + (f"; did you mean --{close}?" if close else "; see --help"))
         if flag.annotation is bool:

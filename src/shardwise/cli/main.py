@@ -65,7 +65,7 @@ with SignalsNoted():
     from shardwise.core.errors import ConfigError
     from shardwise.core.processes import check_switches
     from shardwise.run.processes.stopping import Interrupted, start_guard
-    from shardwise.training.bounds import REMOVED, nearest
+    from shardwise.training.bounds import nearest
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,6 @@ def run_subcommand(name: str, argv: Sequence[str], noted: SignalsNoted | None = 
         noted.hand_over()
     first, _, kind = name.partition(" ")
     command = COMMANDS[first]
-    if command.kinds and argv and argv[0] in REMOVED:
-        raise ConfigError(f"{name} {argv[0]} is not a command any more: {REMOVED[argv[0]]}")
     module = importlib.import_module(f"shardwise.cli.{command.module}")
     arguments_class = getattr(module, command.kinds[kind] if kind else command.arguments)
     try:
@@ -344,8 +342,6 @@ def _without_command(word: str) -> int:
         print(_help(), file=sys.stderr)
         return 2
     else:
-        if word in REMOVED:
-            raise ConfigError(f"{word} is not a command any more: {REMOVED[word]}")
         kind = "option" if word.startswith("-") else "command"
         close = nearest(word, ["--help", "--version"] if kind == "option" else COMMANDS)
         hint = f"did you mean {close}?" if close else f"one of {', '.join(COMMANDS)}"

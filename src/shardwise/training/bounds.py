@@ -145,20 +145,6 @@ SEQUENCE = Range(2, 1 << 24)
 DEFAULT_SEQUENCE = 512
 """Default number of tokens in a sample, if the model allows it."""
 
-_NO_LABELS = (
-    "Shardwise does not label texts; train a classifier with transformers' Trainer and use it with its pipeline"
-)
-
-_NO_TEACHER = "a teacher's predictions are learned by the program examples/distill.py of Shardwise's repository"
-
-REMOVED = {
-    **dict.fromkeys(
-        ("classify", "labels", "task", "num_labels", "label_names", "problem_type", "pad_token"), _NO_LABELS
-    ),
-    **dict.fromkeys(("distill", "distillation", "teacher", "divergence"), _NO_TEACHER),
-}
-"""Commands, flags and settings of earlier versions, by name, with the remedy."""
-
 
 @dataclass(frozen=True)
 class Folder:
@@ -406,8 +392,6 @@ def _checked(
             table, _, field = name.rpartition(".")
             raise ConfigError(f"{where}{name} is not one key; give the table {table} with the key {field}")
         if name not in known or "." in last:
-            if last in REMOVED:
-                raise ConfigError(f"{where}{name} is not a setting any more: {REMOVED[last]}")
             raise ConfigError(f"{where}{_unknown(name, known, others)}")
         kind = kind_of(known[name])
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):

@@ -9,7 +9,6 @@ import pytest
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import (
-    FinetuneSettings,
     ModelSettings,
     ParallelSettings,
     RecomputeSettings,
@@ -83,19 +82,6 @@ def test_settings_survive_json():
     assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
     with pytest.raises(ConfigError, match="another version"):
         Settings.from_json({"data": ["a"], "surprise": 1})
-
-
-def test_tables_of_removed_features_are_ignored_unless_a_run_used_them():
-    """Runs of earlier versions stored them."""
-    unused = {"task": "text-generation", "num_labels": None, "label_names": [], "problem_type": None, "pad_token": None}
-    settings = FinetuneSettings(base="m", data=("a",))
-    assert FinetuneSettings.from_json(settings.to_json() | {"labels": unused}) == settings
-    for used in ({"task": "sequence-classification"}, {"label_names": ["a", "b"]}):
-        with pytest.raises(ConfigError, match=r"the run has labels\.\w+ .*: Shardwise does not label texts"):
-            FinetuneSettings.from_json(settings.to_json() | {"labels": unused | used})
-    taught = {"teacher": "large", "divergence": "forward", "temperature": 1.0, "alpha": 0.5}
-    with pytest.raises(ConfigError, match=r"the run has distillation\.teacher \"large\": a teacher's predictions are"):
-        FinetuneSettings.from_json(settings.to_json() | {"distillation": taught})
 
 
 def test_a_sequence_that_the_ranks_do_not_divide():

@@ -17,7 +17,7 @@ from shardwise.core.json_text import shown
 from shardwise.models.experts import Balanced, Dropped
 from shardwise.models.recomputation import Recomputation
 from shardwise.training import bounds
-from shardwise.training.bounds import REMOVED, Checked, Folder, Range, checked, refuse, require, with_values
+from shardwise.training.bounds import Checked, Folder, Range, checked, refuse, require, with_values
 from shardwise.training.step_settings import OptimizerSettings, ParallelSettings, StepSettings, TrainingSettings
 
 TrackerName = Literal["wandb", "trackio", "mlflow", "tensorboard"]
@@ -26,7 +26,7 @@ TrackerName = Literal["wandb", "trackio", "mlflow", "tensorboard"]
 _WIDTH = Range(1, 1 << 20)
 _EXPERTS = Range(1, 1 << 16)
 _COEFFICIENT = Range(0, 1e6)
-# Tables of settings that are gone, with the values of runs that did not use them.
+# Tables of settings of earlier versions, with the values of runs that did not use them.
 _REMOVED_TABLES: dict[str, dict[str, Any]] = {
     "labels": {"task": "text-generation", "label_names": []},
     "distillation": {"divergence": "forward", "temperature": 1.0, "alpha": 0.5},
@@ -344,7 +344,10 @@ def without_removed(values: dict[str, Any]) -> dict[str, Any]:
     for table, unused in _REMOVED_TABLES.items():
         given = values.get(table)
         for name, value in given.items() if isinstance(given, dict) else ():
-            require(value == unused.get(name), f"the run has {table}.{name} {shown(value)}: {REMOVED[table]}")
+            require(
+                value == unused.get(name),
+                f"the run has {table}.{name} {shown(value)}, a setting of an earlier version; resume it with that one",
+            )
     return {name: value for name, value in values.items() if name not in _REMOVED_TABLES}
 
 
