@@ -458,7 +458,7 @@ class EvalArguments(ModelArguments):
         keywords = {name: given[name] for name in given.keys() - _OF_TASKS - {"checkpoint", "also", "picture"}}
         values = {}
         for model in (self.checkpoint, *self.also):
-            measured = evaluate(model, **keywords, on_note=partial(print_note, "note"))
+            measured = evaluate(model, **keywords)
             values[model] = measured.metrics["bits per byte"]
             if is_first_rank():
                 self._print(model, measured)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from shardwise.core.atomic_files import check_folder
 from shardwise.core.communication.agreement import agree
@@ -20,8 +19,7 @@ from shardwise.run.checkpoint_writer import lock_folder
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings import RunSettings
-from shardwise.run.tasks import task_of
-from shardwise.run.tasks.task import Session, Task
+from shardwise.run.tasks.task import Session
 from shardwise.training.hooks import StepRouting
 from shardwise.training.trainer import Trainer
 
@@ -36,7 +34,6 @@ def diagnose_run(
     folder: Path | None = None,
     budget: int = BUDGET,
     report: Callable[[Diagnosis], object] = lambda diagnosis: None,
-    make_task: Callable[[Any], Task] = task_of,
 ) -> None:
     """Train a few steps at the settings' layout and on one rank, and compare them; every rank calls.
 
@@ -67,7 +64,7 @@ def diagnose_run(
                 check_replaceable(each)
 
         agree(check_earlier, group=ranks.control)
-        session = open_session(settings, ranks, make_task)
+        session = open_session(settings, ranks)
         # The adapters of one stage may have dropout, and those of another none.
         agree(lambda: check_dropout(session), group=ranks.control)
         if ranks.is_first:

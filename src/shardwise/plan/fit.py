@@ -161,7 +161,7 @@ def layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int,
                     shared = replace(shared, virtual_stages=1, schedule="1f1b")
                 choices = product(
                     (False, True)[: 1 + (tp > 1)],
-                    _sharded(workload, like, dp, pp),
+                    _sharded(like, dp, pp),
                     again,
                     _of_experts(model.num_experts, tp, dp, ranks_per_host),
                 )
@@ -170,7 +170,7 @@ def layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int,
                     yield replace(shared, sequence_parallel=splits, recomputation=recomputation, **options)
 
 
-def _sharded(workload: Workload, like: Mesh, dp: int, pp: int) -> Iterator[tuple[int, bool]]:
+def _sharded(like: Mesh, dp: int, pp: int) -> Iterator[tuple[int, bool]]:
     yield 0, False
     if dp > 1:
         yield 1, False

@@ -1,7 +1,7 @@
 """Evaluate a model on data."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from typing import Annotated, Literal
@@ -47,7 +47,6 @@ def evaluate(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     track: Sequence[TrackerName] = (),
-    on_note: Callable[[str], object] | None = None,
 ) -> Evaluation:
     """Evaluate a model on data; every rank calls.
 
@@ -66,7 +65,6 @@ def evaluate(
         device: device of the model; "auto" takes a GPU if every rank can have one.
         timeout: maximum wait for another rank, in seconds.
         track: experiment trackers that get the metrics.
-        on_note: callback on the first rank; receives each line for the user, before the evaluation is done.
 
     Returns:
         The metrics, on every rank.

@@ -371,12 +371,12 @@ def cause_of_waiting(own: Heartbeat, heard: Mapping[int, PeerStatus], *, quiet: 
     ranks = tuple(sorted(roots)) or tuple(first)
     silence = {rank: _silence(rank, known, lost, unheard, own.node) for rank in ranks}
     silent = [rank for rank in ranks if silence[rank] >= quiet]
-    text = f"waiting for {_names(ranks, known, own) or 'other ranks'} for {own.waits:.0f} s, in {own.call}, {own.doing}"
+    text = f"waiting for {_names(ranks, known) or 'other ranks'} for {own.waits:.0f} s, in {own.call}, {own.doing}"
     first_known = known[ranks[0]].beat if ranks and ranks[0] in known and known[ranks[0]].fresh else None
     if lost:
         text += f"; the launcher's store has not answered for {unheard:.0f} s"
     elif silent:
-        whose = "" if len(silent) == len(ranks) else f" of {_names(silent, known, own)}"
+        whose = "" if len(silent) == len(ranks) else f" of {_names(silent, known)}"
         text += f"; no sign of life{whose} for {min(silence[rank] for rank in silent):.0f} s"
     elif first_known is not None and not roots and first_known.call:
         text += f"; rank {ranks[0]} waits too, in {first_known.call}, {first_known.doing}"
@@ -428,7 +428,7 @@ def _silence(rank: int, known: Mapping[int, PeerStatus], lost: bool, unheard: fl
     return known[rank].silent
 
 
-def _names(ranks: Sequence[int], known: Mapping[int, PeerStatus], own: Heartbeat) -> str:
+def _names(ranks: Sequence[int], known: Mapping[int, PeerStatus]) -> str:
     """Format ranks: "rank 1", or "ranks 1 on b and 3 on c" if there are several hosts."""
     several = len({heard.beat.node for heard in known.values()}) > 1
     names = [
