@@ -1,8 +1,6 @@
 """Every module can be imported first, says truly what it offers, and brings no more with it than it must."""
 
-import builtins
 import pkgutil
-import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -91,14 +89,8 @@ def test_every_module_can_be_imported_first():
 
 
 @pytest.mark.parametrize("name", [name for name in vars(errors) if name.endswith("Error") and name != "ShardwiseError"])
-def test_every_error_is_in_the_tree_that_is_drawn(name):
-    (builtin,) = re.findall(rf"── {name} +\((\w+)\)", errors.__doc__)
+def test_every_error_is_one_of_python_s_too(name):
     error = getattr(errors, name)
     assert issubclass(error, errors.ShardwiseError)
-    assert issubclass(error, getattr(builtins, builtin))
+    assert issubclass(error, ValueError | RuntimeError | MemoryError)
     assert str(error("told")) == "told"
-
-
-def test_the_tree_draws_no_more():
-    drawn = set(re.findall(r"── (\w+)", errors.__doc__))
-    assert drawn == {name for name in vars(errors) if name.endswith("Error")} - {"ShardwiseError"}

@@ -1,26 +1,8 @@
 """Every error that Shardwise raises on purpose.
 
-::
-
-    ShardwiseError
-    ├── ConfigError      (ValueError)    a setting out of range, or two that contradict each other
-    │   ├── ContradictionError    (RuntimeError)    settings that cannot be used together
-    │   └── UnwritableError       (ValueError)      a file or folder that cannot be written
-    ├── ShardingError    (ValueError)    a size, shape or split that does not fit the ranks
-    │   └── WeightError           (RuntimeError)    a layer called without its weight, or with one of another shape
-    ├── VocabularyError  (ValueError)    a token id outside the vocabulary
-    ├── DataError        (ValueError)    a corpus, file or line in the wrong format
-    ├── CheckpointError  (RuntimeError)  a checkpoint that is damaged, incomplete or of another model
-    ├── TopologyError    (RuntimeError)  groups used before initialisation, initialised twice, or unavailable
-    ├── DesyncError      (RuntimeError)  ranks that disagree on what they are about to do
-    ├── DivergenceError  (RuntimeError)  a loss that is NaN
-    ├── OutOfMemoryError (MemoryError)   a rank that needs more memory than is available
-    ├── ParityError      (RuntimeError)  a parallel result that differs from the dense one
-    └── LaunchError      (RuntimeError)  a rank that died or could not be started
-
-Each error also derives from the builtin in brackets, so that code that does not know Shardwise can catch it. An error
-that is a RuntimeError in Megatron and a ValueError here derives from both. Where Megatron has an ``assert``, its names
-raise the errors of ``shardwise.megatron.errors``. A message names the values that broke the rule, and the remedy.
+Each also derives from an error of Python, so that code that does not know Shardwise can catch it. An error that is a
+RuntimeError in Megatron and a ValueError here derives from both. Where Megatron has an ``assert``, its names raise the
+errors of ``shardwise.megatron.errors``. A message names the values that broke the rule, and the remedy.
 """
 
 REPORT = "if {}, the mistake is Shardwise's own: please report it"

@@ -1,18 +1,4 @@
-"""Errors of Megatron's names, which are AssertionErrors too where Megatron has an ``assert``.
-
-::
-
-    ConfigError
-    └── AssertedConfigError    a required argument is missing, or contradicts an earlier one
-    DataError
-    └── AssertedDataError      tensors are missing or do not have the announced dtype
-    ShardingError
-    ├── AssertedShardingError  a view instead of a tensor, lists of different lengths
-    └── IndivisibleError       a quotient that is not an integer
-    TopologyError
-    ├── AssertedTopologyError  initialised already, or a group without this rank
-    └── NotInitializedError    groups used before initialisation
-"""
+"""Errors of Megatron's names, which are AssertionErrors too where Megatron has an ``assert``."""
 
 import contextlib
 from collections.abc import Iterator
