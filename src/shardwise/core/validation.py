@@ -101,14 +101,13 @@ def check_ids(
     what: str,
     ignore_index: int | None = None,
     may_wait: bool = False,
-    of: str | None = None,
 ) -> None:
     """Raise VocabularyError for ids that are not integers or, if ``validation_applies``, outside the vocabulary.
 
     Inside ``DeferredChecks`` the range check is deferred. Elsewhere ids on CUDA are asserted on the device
     (``torch._assert_async``), as in PyTorch's own embedding, so that a failure ends the program at a later operation.
     ``may_wait`` checks immediately on CUDA as well, which synchronizes. ``ignore_index`` is valid too. ``what`` names
-    the ids, and ``of`` the set of valid ones, the vocabulary if None.
+    the ids.
     """
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise VocabularyError(f"{what} of shape {list(ids.shape)} is of {ids.dtype}; ids are of an integer dtype")
@@ -118,7 +117,7 @@ def check_ids(
     if ignore_index is not None:
         wrong &= ids != ignore_index
     allowed = "" if ignore_index is None else f" (and is not ignore_index {ignore_index})"
-    message = f"is outside {of or f'the vocabulary of {vocab_size} ids'}{allowed}"
+    message = f"is outside the vocabulary of {vocab_size} ids{allowed}"
     deferred = deferred_checks()
     if deferred is not None:
         deferred.add(wrong.any(), partial(_raise_first, ids, wrong, what, message))

@@ -12,7 +12,7 @@ from shardwise.core.errors import ConfigError, ParityError
 from shardwise.core.topology import Groups
 from shardwise.doctor.diagnosis import Diagnosis, diagnose
 from shardwise.doctor.places import Axes
-from shardwise.doctor.recorder import BUDGET, Recorder
+from shardwise.doctor.recorder import Recorder
 from shardwise.doctor.recording import check_replaceable
 from shardwise.doctor.repeating import ONE_RANK, RecordedSteps, alone, check_dropout, other_rounding
 from shardwise.run.checkpoint_writer import lock_folder
@@ -31,15 +31,13 @@ def diagnose_run(
     settings: RunSettings,
     *,
     steps: int = STEPS,
-    folder: Path | None = None,
-    budget: int = BUDGET,
     report: Callable[[Diagnosis], object] = lambda diagnosis: None,
 ) -> None:
     """Train a few steps at the settings' layout and on one rank, and compare them; every rank calls.
 
     The first rank trains the model on one rank twice: in the run's dtype, and with another rounding, in float64 for
-    float32, and otherwise with each operation changed by one rounding error. ``folder`` gets the recordings ``one``,
-    ``rounding`` and ``parallel``.
+    float32, and otherwise with each operation changed by one rounding error. ``doctor`` in the run's folder gets the
+    recordings ``one``, ``rounding`` and ``parallel``.
 
     Raises:
         ParityError: a module is wrong; on every rank, after the report.
@@ -47,7 +45,7 @@ def diagnose_run(
             process uses ``out``, or the folder of a recording has something else.
     """
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
-    folder = Path(settings.out) / "doctor" if folder is None else folder
+    folder = Path(settings.out) / "doctor"
     with (
         open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
         lock_folder(Path(settings.out), ranks),
@@ -72,9 +70,9 @@ def diagnose_run(
                 shutil.rmtree(each, ignore_errors=True)
         with session.shortage.explained():
             session.task.method.before(session)
-            agree(lambda: _record_alone(session, folder, steps, budget), group=ranks.control)
+            agree(lambda: _record_alone(session, folder, steps), group=ranks.control)
             axes = Groups.of(session.topology)
-            _record(session.trainer, session.routing, session, folder / "parallel", steps, budget, axes)
+            _record(session.trainer, session.routing, session, folder / "parallel", steps, axes)
         # The recordings of all ranks are complete.
         agree(lambda: None, group=ranks.control)
 
@@ -89,12 +87,11 @@ def diagnose_run(
         agree(judge, group=ranks.control)
 
 
-def _record_alone(session: Session, folder: Path, steps: int, budget: int) -> None:
+def _record_alone(session: Session, folder: Path, steps: int) -> None:
     if not session.ranks.is_first:
         return
     for name, dtype, perturb in (("one", None, None), ("rounding", *other_rounding(session))):
-        where = folder / name
-        _record(*alone(session, dtype), session, where, steps, budget, ONE_RANK, perturb=perturb, world_size=1)
+        _record(*alone(session, dtype), session, folder / name, steps, ONE_RANK, perturb=perturb, world_size=1)
 
 
 def _record(
@@ -103,7 +100,6 @@ def _record(
     session: Session,
     folder: Path,
     steps: int,
-    budget: int,
     axes: Axes | Groups,
     *,
     perturb: int | None = None,
@@ -114,7 +110,6 @@ def _record(
         folder,
         steps=steps,
         axes=axes,
-        budget=budget,
         perturb=perturb,
         world_size=world_size,
         remedy="record fewer steps (--recorded-steps), take a smaller model, or choose another --out",
