@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 from harness.program import Program
 from run.run_processes import run_command
+from run.tiny import tiny_settings
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.run import tracking
+from shardwise.run.build import describe
 from shardwise.run.commands.harness_tasks import _numbers
 from shardwise.run.metrics import MetricsWriter, read_metrics
 from shardwise.run.tracking import Tracking
@@ -95,13 +99,15 @@ def calls(recorded: Path, name: str, *places: str) -> list[Any]:
     return [[args, options] for of, place, args, options in lines if of == name and place in places]
 
 
-def track(folder: Path, names: list[str], steps: range, *, before_end: float = 0.0) -> None:
-    """Write metrics of ``steps``, with trackers, as a run does."""
+def track(folder: Path, names: list[str], steps: range, *, before_end: float = 0.0, tp: int | None = None) -> None:
+    """Write metrics of ``steps``, with trackers, as a run does; with the plan of a run if ``tp`` is given."""
+    settings = tiny_settings(folder, tp=tp or 1)
+    plan = None if tp is None else pickle.dumps((settings, describe(settings.model, 300), "cpu", tp))
     with Tracking(names, folder / "trackers") as tracked, MetricsWriter(folder, steps.start) as metrics:
-        settings = {"training": {"steps": 5}}
-        tracked.start("mine", settings, metrics=folder / "metrics.jsonl", first_step=steps.start)
+        given = {"training": {"steps": 5}}
+        tracked.start("mine", given, metrics=folder / "metrics.jsonl", first_step=steps.start, plan=plan)
         for step in steps:
-            metrics.write(step, {"loss": 1.0 / (step + 1)})
+            metrics.write(step, {"loss": float(steps.stop)})
             tracked.show_notes()
         time.sleep(before_end)
         tracked.report = "it is done"
@@ -147,6 +153,31 @@ def test_a_tracker_that_lost_metrics_gets_them_when_the_run_resumes(
         first, resumed, other = [options["id"] for _, options in calls(recorded, "wandb", "init")]
         assert first == resumed != other
         assert steps_of(recorded, "wandb") == [0, 1, 2, 3, 4, 0]
+
+
+def test_a_resumed_run_repeats_no_steps(tmp_path: Path, recorded: Path) -> None:
+    names = ["wandb", "trackio", "mlflow"]
+    for steps in (range(5), range(3, 7)):
+        track(tmp_path, names, steps)
+    assert {name: steps_of(recorded, name) for name in names} == {name: [*range(7)] for name in names}
+
+
+@pytest.mark.slow
+def test_tensorboard_has_the_last_values_of_repeated_steps_and_one_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_END_SECONDS", 1000)
+    monkeypatch.setattr(tracking, "_PLAN_SECONDS", 1000)
+    for steps in (range(5), range(3, 7)):
+        track(tmp_path, ["tensorboard"], steps, tp=1)
+    shown = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    shown.Reload()
+    losses = [(event.step, event.value) for event in shown.Scalars("loss")]
+    assert losses == [(step, 5.0 if step < 3 else 7.0) for step in range(7)]
+    steps_of_texts = {
+        name: [event.step for event in shown.Tensors(f"{name}/text_summary")] for name in ("settings", "plan", "report")
+    }
+    assert steps_of_texts == {"settings": [0, 3], "plan": [0], "report": [0, 3]}
 
 
 def wait_for_step(recorded: Path, name: str, step: int) -> None:

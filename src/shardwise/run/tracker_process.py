@@ -26,8 +26,6 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.processes import call_in_fresh_process
 
 _POLL_SECONDS = 0.5
-# Of a run that ends before its plan is there.
-_SECONDS_FOR_PLAN = 10.0
 _LONGEST_REASON = 300
 _PROJECT = "shardwise"
 # MLflow takes at most this many metrics at once.
@@ -43,10 +41,12 @@ class Tracker(Protocol):
     Attributes:
         run_id: identity of the run in the library, for a run that continues it.
         place: where the user finds the run.
+        replaces_steps: True if a step that is logged again replaces the earlier one; else both would stay.
     """
 
     run_id: str
     place: str
+    replaces_steps: bool
 
     def __init__(self, request: Mapping[str, Any], run_id: str | None) -> None: ...
 
@@ -61,7 +61,9 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """A run of Weights & Biases. ``step`` is a metric, because its own steps cannot be repeated by a resumed run."""
+    """A run of Weights & Biases. ``step`` is a metric, because rows without metrics count in its own steps too."""
+
+    replaces_steps = False
 
     def __init__(self, request: Mapping[str, Any], run_id: str | None) -> None:
         import wandb
@@ -90,6 +92,8 @@ class Wandb:
 class Trackio:
     """A run of Trackio, which continues a run by its name."""
 
+    replaces_steps = False
+
     def __init__(self, request: Mapping[str, Any], run_id: str | None) -> None:
         import trackio
 
@@ -111,6 +115,8 @@ class Trackio:
 
 class Mlflow:
     """A run of MLflow."""
+
+    replaces_steps = False
 
     def __init__(self, request: Mapping[str, Any], run_id: str | None) -> None:
         import mlflow
@@ -146,12 +152,15 @@ class Mlflow:
 class Tensorboard:
     """Files for TensorBoard, in ``tensorboard`` next to the metrics."""
 
+    replaces_steps = True
+
     def __init__(self, request: Mapping[str, Any], run_id: str | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.place = self.run_id = str(Path(request["folder"]).parent / "tensorboard")
-        # TensorBoard drops steps that a resumed run repeats.
-        self._writer = SummaryWriter(self.place, purge_step=request["first_step"])
+        self._first_step = request["first_step"]
+        # TensorBoard drops what was logged at this step and later.
+        self._writer = SummaryWriter(self.place, purge_step=self._first_step)
         self.add_text("settings", json.dumps(request["settings"], indent=2))
 
     def log(self, rows: Sequence[Row]) -> None:
@@ -160,7 +169,7 @@ class Tensorboard:
                 self._writer.add_scalar(name, value, step)
 
     def add_text(self, name: str, text: str) -> None:
-        self._writer.add_text(name, f"```\n{text}\n```")
+        self._writer.add_text(name, f"```\n{text}\n```", self._first_step)
 
     def end(self, status: str) -> None:
         self._writer.close()
@@ -224,30 +233,31 @@ class _Following:
         if tracker is None:
             return
         planning = threading.Thread(target=self._make_plan, daemon=True)
-        place = {"run_id": tracker.run_id, "has_plan": known.get("has_plan", False)}
-        if not place["has_plan"]:
-            planning.start()
-        for rows in self._rows(min(first_step, known.get("next", 0))):
+        planning.start()
+        sent: dict[str, Any] = {"plan": "", "next": 0} | known | {"run_id": tracker.run_id}
+        for rows in self._rows(min(first_step, sent["next"]) if tracker.replaces_steps else sent["next"]):
             with self._failures("some metrics are not tracked"):
                 tracker.log(rows)
-            if not place["has_plan"]:
-                place["has_plan"] = self._add(tracker, plan=self._plan)
-            self._write_state(place | {"next": rows[-1][0] + 1})
+            sent["next"] = rows[-1][0] + 1
+            self._add_plan(tracker, sent)
         end = pickle.loads(self.orders.read() or pickle.dumps({"status": "failed", "report": ""}))
-        if not place["has_plan"]:
-            planning.join(_SECONDS_FOR_PLAN)
-            self._add(tracker, plan=self._plan)
-        self._add(tracker, report=end["report"])
+        planning.join(self.request["plan_seconds"])
+        self._add_plan(tracker, sent)
+        self._add_text(tracker, "report", end["report"])
         with self._failures("its run is not ended"):
             tracker.end(end["status"])
 
-    def _add(self, tracker: Tracker, **texts: str) -> bool:
-        """Add the texts that are not empty; return whether there was one."""
+    def _add_plan(self, tracker: Tracker, sent: dict[str, Any]) -> None:
+        """Add the plan if it is another than that in ``sent``, and write ``sent``, for a run that resumes."""
+        if self._plan and self._plan != sent["plan"]:
+            self._add_text(tracker, "plan", self._plan)
+            sent["plan"] = self._plan
+        self._write_state(sent)
+
+    def _add_text(self, tracker: Tracker, name: str, text: str) -> None:
         with self._failures("plan and report are not tracked"):
-            for name, text in texts.items():
-                if text:
-                    tracker.add_text(name, text)
-        return any(texts.values())
+            if text:
+                tracker.add_text(name, text)
 
     def _rows(self, first: int) -> Iterator[list[Row]]:
         """Yield rows from step ``first`` on, several at a time, until the input ends."""

@@ -19,6 +19,8 @@ from typing import Any
 _PROGRAM = "from shardwise.run.tracker_process import main; main()"
 # Time that a tracker has after the end of the run; then its process is killed.
 _END_SECONDS = 30
+# Of them, for the plan of a run that ends before it is there.
+_PLAN_SECONDS = 10
 # The launcher ends the ranks some seconds after the first of them has ended on a signal.
 _INTERRUPTED_SECONDS = 3.0
 
@@ -68,6 +70,7 @@ class Tracking:
             "values": dict(values or {}),
             "plan": plan,
             "end_seconds": _END_SECONDS,
+            "plan_seconds": _PLAN_SECONDS,
         }
         command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {_PROGRAM}"]
         pipe = subprocess.PIPE
