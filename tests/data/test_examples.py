@@ -44,6 +44,10 @@ def test_forms_of_messages():
     assert example({"messages": parts}) == openai
     with_system = example({"conversations": sharegpt["conversations"], "system": "Be."})
     assert with_system.completion[0] == {"role": "system", "content": "Be."}
+    said_twice = {"messages": [{"role": "system", "content": "Be.\n"}, ASKED, SAID], "system": "Be."}
+    assert [each["content"] for each in example(said_twice).completion] == ["Be.\n", "Who?", "I."]
+    # Tables have each key in each row.
+    assert example({"messages": [ASKED, SAID], "chat_template_kwargs": {"a": None, "b": 0}}).variables == {"b": 0}
     divided = example({"prompt": [ASKED], "completion": [SAID], "tools": '[{"name": "f"}]'})
     assert (divided.prompt, divided.completion, divided.tools) == ((ASKED,), (SAID,), [{"name": "f"}])
     assert example({"text": "x"}).completion == "x"
@@ -148,6 +152,9 @@ def test_what_is_learned(tokenizer):
     encoded = masking.encode(example({"prompt": "Who? ", "completion": "\N{GRINNING FACE}<|user|>"}))
     # The bytes of one character are counted once, and those of a special token's name not at all.
     assert encoded.num_bytes[encoded.learned].sum() == 4
+    # A token with bytes of two characters: each byte is counted once.
+    crossing = ExampleEncoder(Tokenizer.train(["\u00e9\u00e0\u0169\u00e1\u01e9\u00e2"] * 3, 258, ("<|end|>",)), None)
+    assert crossing.encode(example({"text": "\u00e9\u00e0\u0169\u00e1"})).num_bytes.tolist() == [2, 2, 0, 2, 2, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +164,7 @@ def test_what_is_learned(tokenizer):
         ({"messages": [ASKED, SAID, ASKED, SAID | {"content": " "}]}, "an empty turn of the assistant"),
         ({"prompt": "x", "completion": " "}, "an empty completion"),
         ({"text": ""}, "an empty text"),
+        ({"text": "<|end|>"}, "nothing in it is learned"),
         ({"messages": [{"role": "system", "content": "x"}, SAID]}, "refuses the messages: no system here"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,7 @@ def test_every_form_is_the_same_preference(encoder):
     explicit = preference(prompt=[user("Who?")], chosen=[assistant("I.")], rejected=[assistant("You, you.")])
     both = {"chosen": [user("Who?"), assistant("I.")], "rejected": [user("Who?"), assistant("You, you.")]}
     assert preference(**both) == preference(**both, prompt="Who?") == explicit
+    assert replace(explicit, rejected=(assistant("You."),)).sha256 != explicit.sha256
     share_gpt = {
         name: [{"from": {"user": "human"}.get(each["role"], "gpt"), "value": each["content"]} for each in turns]
         for name, turns in both.items()
@@ -50,6 +53,7 @@ def test_every_form_is_the_same_preference(encoder):
     assert preference(**both, system="Brief.").prompt[0] == {"role": "system", "content": "Brief."}
     texts = preference(prompt="Who are", chosen=" you?", rejected=" we all?")
     assert preference(chosen="Who are you?", rejected="Who are we all?") == texts
+    assert preference(chosen="Who?", rejected="Who? Me?") == preference(prompt="Who", chosen="?", rejected="? Me?")
     for example, prompt in ((explicit, "<|user|>Who?</s><|assistant|>"), (texts, "Who are")):
         encoded = encoder.encode_all(example)
         assert [encoder.tokenizer.decode(each.ids[~each.learned].tolist()) for each in encoded] == [prompt] * 2
@@ -156,12 +160,28 @@ def test_rows_and_cuts():
     assert tokens == [[0, 3, 4, 100, 101, 102], [0, 3, 4, 200, 201, 9]]
     assert answers == [[100, 101, 102, 103], [200, 201, 202]]
     assert dataset.num_too_long == 1
+    # A beginning that would fill what is left to the prompt goes, too.
+    assert rows_of(dataset_of(5, 4, 4, 2, beginning=(0,)))[0] == [[4, 100], [4, 200]]
+    # Without a prompt, the first token of an answer is no label.
+    assert rows_of(dataset_of(0, 3, 2, 4))[1] == [[101, 102], [201]]
     # A prompt that is shorter than that leaves more.
     assert rows_of(dataset_of(1, 9, 9, 6))[1] == [list(range(100, 106)), list(range(200, 206))]
     with pytest.raises(DataError, match=r"1 of 1 pairs are longer than sequence_length 6 \+ 1 tokens, and are dropped"):
         dataset_of(5, 2, 3, 6, too_long="drop")
     with pytest.raises(ConfigError, match="at least 2 for pairs"):
         dataset_of(5, 2, 3, 1)
+
+
+def test_widths_and_digests_of_pairs():
+    def made(*lengths, start=2):
+        encoded = [Encoded(np.arange(size), np.arange(size) >= start, np.ones(size, np.int64)) for size in lengths]
+        return PairRows(TokenSamples.of("made", encoded, 9), 12, shortest=6)
+
+    pairs = made(3, 10, 6, 6, 4, 4)
+    assert [pairs.width(np.array([index])) for index in range(3)] == [9, 6, 6]
+    # By the longer sample of each.
+    assert [part.tolist() for part in pairs.by_width(3)] == [[2], [1], [0]]
+    assert made(5, 5).sha256 == made(5, 5).sha256 != made(5, 5, start=3).sha256
 
 
 def test_everything_is_counted(encoder, monkeypatch, tmp_path):

@@ -69,6 +69,11 @@ def test_the_end_that_no_turn_follows():
     plain = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
     plain += "{{ 'assistant: ' if add_generation_prompt }}"
     assert learned(plain, user("a"), assistant("b"), user("c"), assistant("d")) == ["b\n", "d\n</s>"]
+    flags = (None, None, None, Flag("weight", 0, False))
+    assert learned(plain, user("a"), assistant("b"), user("c"), assistant("d"), flags=flags) == ["b\n"]
+    # Also if the template refuses a next turn.
+    short = "{{ raise_exception('no third') if messages | length > 2 }}" + plain
+    assert learned(short, user("a"), assistant("b")) == ["b\n</s>"]
     assert encoder_of(plain).turn_end_ids() == (tokenizer().eos_id,)
     assert encoder_of(published()["glm4moe"]).turn_end_ids() == (tokenizer().id_of("<|user|>"),)
 
@@ -77,6 +82,7 @@ HEADER = "{{ '<|im_start|>' ~ m.role ~ '\n' }}"
 PROMPT = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 TURN = HEADER + "{{ m.content ~ '<|im_end|>\n' }}"
 LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
+ALL = "messages | map(attribute='content') | join"
 END_BEFORE = "with the end before the next turn"
 FORMS = {
     "plain": LOOP + PROMPT,
@@ -101,8 +107,13 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_templates(form):
-    """Answers that are equal, begin with blanks or as the prompt's end does, or spell tokens and headers."""
-    for answers in (["b", "b"], ["  b\n", "<b>"], ["<|im_start|>assistant\nb", "b<|im_end|>"], ["<", "user"]):
+    """Answers that are equal, begin with blanks or as the prompt's end does, or spell tokens, headers and marks."""
+    for answers in (
+        ["b", "b"],
+        ["  b\n", "<b>"],
+        ["<|im_start|>assistant\nb", "b<|im_end|><|im_start|>assistant\n<think>\nb"],
+        ["<", "user\U000f0001"],
+    ):
         messages = [message for answer in answers for message in (user("b"), assistant(answer))]
         for given in (messages, messages[1:], [*messages[:2], assistant("more"), *messages[2:], user("b")]):
             said = [message["content"] + "<|im_end|>\n" for message in given if message["role"] == "assistant"]
@@ -115,6 +126,13 @@ def test_forms_of_templates(form):
             assert learned(FORMS[form], *given) == said, given
 
 
+def test_a_template_that_refuses_a_chat_without_a_question():
+    source = "{{ raise_exception('no question') if 'user' not in messages | map(attribute='role') }}" + FORMS["plain"]
+    system = {"role": "system", "content": "b"}
+    parts = learned(source, system, assistant("b"), user("b"), assistant("c"))
+    assert parts == ["b<|im_end|>\n", "c<|im_end|>\n"]
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -122,8 +140,14 @@ def test_forms_of_templates(form):
         ("{{ bos_token }}{% for m in messages %}{{ m.role }}{% endfor %}", UNSHOWN),
         ("{% for m in messages if m.role == 'user' %}" + TURN + "{% endfor %}" + PROMPT, UNSHOWN_ANSWER),
         # An answer within another's text.
-        (LOOP.replace("m.content", "messages | map(attribute='content') | join") + PROMPT, UNFOUND),
+        (LOOP.replace("m.content", ALL) + PROMPT, UNFOUND),
+        # A mark at the beginning of a question would change the text.
+        (LOOP.replace("m.content", f"('!' if m.content[0] == 'w') ~ ({ALL})") + PROMPT, UNFOUND),
         ("{% for m in messages %}{{ m.role }} {% endfor %}" + LOOP + PROMPT, UNFOUND),
+        ("{% for m in messages %}{{ m.role }} {% endfor %}" + LOOP, UNFOUND),
+        (LOOP.replace("m.content", "m.content | length") + PROMPT, UNFOUND),
+        # A prompt with which no answer begins.
+        (LOOP + "{{ 'answer: ' if add_generation_prompt }}", UNFOUND),
         ("{% for i in range(messages | length) %}{{ messages[i].content ~ messages | length }}{% endfor %}", UNFOUND),
         ("{% for m in messages[::-1] %}" + TURN + "{% endfor %}" + PROMPT, None),
     ],
@@ -138,6 +162,18 @@ def test_what_is_left_out(source, reason):
     assert caught.value.reason == reason
     with pytest.raises(UnusableExampleError, match=UNSHOWN_CALL):
         learned_parts(encoder_of(published()["phi3"]), chat("call"))
+    # Two calls, of which the template shows one.
+    call = {"type": "function", "function": {"name": "find", "arguments": {}}}
+    one = LOOP.replace("m.content", "(m.content or m.tool_calls[0].function.name)") + PROMPT
+    assert learned(one, user("who"), {"role": "assistant", "tool_calls": [call]}) == ["find<|im_end|>\n"]
+    with pytest.raises(UnusableExampleError, match=UNSHOWN_CALL):
+        learned(one, user("who"), {"role": "assistant", "tool_calls": [call, call]})
+    # A message without content does not tell what a template shows.
+    assert encoder_of("Hello.").shows(Example("here", None, ({"role": "assistant", "tool_calls": [call]},)))
+    assert not encoder_of("Hello.").shows(Example("here", None, (user("who"),)))
+    # The first character of the prompt's next token is none of the header.
+    tagged = FORMS["that begins reasoning"].replace("m.content", "(m.content or '<t>' ~ m.tool_calls[0].function.name)")
+    assert learned(tagged, user("who"), {"role": "assistant", "tool_calls": [call]}) == ["<t>find<|im_end|>\n"]
 
 
 def test_all_renderings_of_a_chat_have_one_limit(monkeypatch):

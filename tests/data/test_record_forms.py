@@ -66,6 +66,7 @@ def test_forms_are_records_of_all_kinds(tmp_path):
             {"instruction": "x", "input": 5, "output": "y"},
             "'input' is not a string but a n",
         ),
+        ({"forms": [WITH_INPUT, WITHOUT]}, {"instruction": "x"}, "no key 'output', for which"),
         (
             {"forms": [{"text": "{a}{b}"}, {"text": "{a}{c}"}]},
             {"a": "x", "b": "y", "c": "z"},

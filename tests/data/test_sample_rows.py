@@ -38,6 +38,9 @@ def test_every_label_once_behind_its_token(packing):
     assert dataset.num_bytes == 3 * samples.learned.sum()
     # 37 places in rows of 12.
     assert len(dataset) == (4 if packing else 7)
+    # A first token is no label, even if it is learned.
+    whole = SampleRows(samples_of([8, 6], masked=0), 12, packing=packing)
+    assert (len(whole), whole.labels.sum(), whole.num_bytes) == (1 if packing else 2, 7 + 5, 3 * (7 + 5))
     if packing:
         for row in rows:
             tokens, positions, documents = row["tokens"], row["position_ids"], row["document_ids"]
@@ -79,6 +82,11 @@ def test_parts_in_which_nothing_is_learned():
     dataset = SampleRows(samples_of([11, 4], masked=6), 4, too_long="split")
     assert dataset.num_masked == 2
     assert labels_of([dataset.row(index) for index in range(len(dataset))]) == [7, 8, 9, 10, 11]
+    # Pieces end with their samples, and the first token of a piece is no label of it.
+    assert SampleRows(samples_of([9]), 4, too_long="split").num_masked == 0
+    one = Encoded(np.arange(11), np.arange(11) == 4, np.ones(11, np.int64))
+    dataset = SampleRows(TokenSamples.of("one", [one], eos_id=0), 4, too_long="split")
+    assert (dataset.num_masked, len(dataset), labels_of([dataset.row(0)])) == (2, 1, [4])
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -100,6 +108,8 @@ def test_batches_are_the_same_at_every_layout(packing):
 def test_rows_are_at_least_as_long_as_asked_for():
     rows = SampleRows(samples_of([3, 8]), 12, packing=False, shortest=4)
     assert [rows.width(np.array([index])) for index in (0, 1)] == [4, 7]
+    rows = SampleRows(samples_of([3, 8]), 12, packing=False, multiple_of=4)
+    assert [rows.width(np.array([index])) for index in (0, 1)] == [4, 8]
 
 
 @pytest.mark.parametrize("packing", [False, True])

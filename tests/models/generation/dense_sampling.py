@@ -23,7 +23,8 @@ def kept_probabilities(logits: Sequence[float], sampling: Sampling) -> dict[int,
         reached += weights[i]
         if weights[i] >= sampling.min_p * weights[order[0]]:
             kept[i] = weights[i]
-    return {i: weight / math.fsum(kept.values()) for i, weight in kept.items()}
+    total = math.fsum(kept.values())
+    return {i: weight / total for i, weight in kept.items()}
 
 
 def penalised(logits: Sequence[float], sampling: Sampling, prompt: Sequence[int], text: Sequence[int]) -> list[float]:

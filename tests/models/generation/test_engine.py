@@ -232,6 +232,10 @@ def test_ranks_with_other_numbers_of_heads_have_as_many_pages(group, monkeypatch
         check_same(engine.cache.num_pages, "the number of pages", group=group)
         assert WINDOW < engine.cache.num_pages < 32 * WINDOW
         assert engine.cache.num_bytes <= 101_000
+    # Keys and values may have other widths.
+    monkeypatch.setattr(engine_module, "layer_sizes", lambda *args: {1: (2, 3, 5)})
+    itemsize = next(model.parameters()).element_size()
+    assert BatchEngine._usual_capacity(model, 10**6) == 100_000 // (2 * (3 + 5) * itemsize)
 
 
 @pytest.mark.ranks(1)

@@ -23,7 +23,7 @@ SAMPLINGS = [
     Sampling(temperature=1.3, top_k=6, top_p=0.8),
     Sampling(top_k=1000),
     Sampling(temperature=1.4, min_p=0.3),
-    Sampling(temperature=2.0, top_k=8, top_p=0.95, min_p=0.1),
+    Sampling(temperature=2.0, top_k=8, top_p=0.95, min_p=0.3),
     Sampling(temperature=2.0, top_p=0.9, min_p=0.4),
 ]
 
@@ -61,16 +61,16 @@ def test_chooses_what_the_oracle_chooses(group, sampling, dtype):
 
 
 @pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("temperature", [0.05, 1.0, 30.0])
-def test_top_p_of_a_large_vocabulary_gathers_as_much_as_it_needs(group, temperature):
-    """A few tokens, some hundreds, and nearly all; no rank has a share that one gather of candidates would hold."""
-    logits, sampling = torch.randn(20, 1501) * 3, Sampling(temperature, top_p=0.8, min_p=0.01)
-    uniform = torch.rand(20, 1501, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+@pytest.mark.parametrize(("temperature", "pairs"), [(0.5, 1 + 64), (1.5, 1 + 64 + 512), (30.0, 1 + 64 + 512 + 834)])
+def test_top_p_of_a_large_vocabulary_gathers_as_much_as_it_needs(group, temperature, pairs):
+    """A few tokens, some hundreds, and nearly all: a rank sends highest logit and sum, then pairs of 16 bytes."""
+    logits, sampling = torch.randn(60, 2502) * 3, Sampling(temperature, top_p=0.8, min_p=0.001)
+    uniform = torch.rand(60, 2502, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with CollectiveCounter() as counter:
         tokens = sample(logits, sampling, group)
     rows = zip(logits.double().tolist(), uniform.tolist(), strict=True)
     assert tokens.tolist() == [choose(row, sampling, numbers) for row, numbers in rows]
-    assert temperature > 1 or counter.num_bytes < 20 * 600 * 16
+    assert group.size() == 1 or counter.num_bytes == 60 * pairs * 16
 
 
 @pytest.mark.ranks(1, 3)
