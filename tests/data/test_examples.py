@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from shardwise.core.errors import DataError
@@ -84,6 +86,31 @@ def test_functions_of_openai():
     assert made.tools == [{"type": "function", "function": {"name": "rain"}}]
 
 
+def test_tools_and_calls_as_texts_of_json():
+    """Of tables whose rows have other keys."""
+    tool, call = (
+        {"type": "function", "function": {"name": "rain"} | more} for more in ({}, {"arguments": {"n": None}})
+    )
+    plain = example({"messages": [ASKED, SAID | {"tool_calls": [call]}], "tools": [tool]})
+    for calls in (json.dumps([call]), [json.dumps(call)]):
+        for tools in (json.dumps([tool]), [json.dumps(tool)]):
+            assert example({"messages": [ASKED, SAID | {"tool_calls": calls}], "tools": tools}) == plain
+    functions = json.dumps([tool["function"]])
+    assert example({"messages": [ASKED, SAID | {"tool_calls": [call]}], "functions": functions}) == plain
+
+
+def test_keys_that_are_not_read():
+    both = {"conversations": [ASKED, SAID], "messages": [ASKED, SAID], "system": "Be.", "score": 3, "empty": ""}
+    assert example(both | {"system_prompt": "Be.", "thinking": False}).unread == (
+        *("conversations", "system_prompt", "thinking"),
+    )
+    assert example({"instruction": "x", "output": "y", "context": "z"}).unread == ("context",)
+    assert example({"prompt": "x", "completion": "y", "tools": [{}]}).unread == ("tools",)
+    assert example({"text": "x", "source": "y"}).unread == ()
+    pair = {"prompt": "x", "chosen": "y", "rejected": "z", "system_prompt": "v"}
+    assert preference_of(Record("here", pair)).unread == ("system_prompt",)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -99,8 +126,9 @@ def test_functions_of_openai():
         ),
         (
             {"prompt": "x", "completion": "y", "label": False},
-            "'label' is false, so the completion is one that people do",
+            "'label' is false, so the answer is one that people do not want",
         ),
+        ({"messages": [ASKED, SAID], "label": False}, "'label' is false, so the answer is one"),
         ({"prompt": "x", "completion": "y", "system": "z"}, "'system' is a text of chats, and 'prompt' is plain text"),
         ({"messages": [ASKED], "system": ["z"]}, "'system' is not a string but a list"),
         (
@@ -122,6 +150,10 @@ def test_functions_of_openai():
         ({"messages": [{"role": "user", "content": "\ud800"}]}, r"a lone surrogate \\ud800 in the content"),
         ({"prompt": "x", "completion": [SAID]}, "'prompt' is not a list of messages but a string where the other one"),
         ({"messages": [ASKED, SAID], "tools": "{"}, "'tools' is a string that is no JSON"),
+        ({"messages": [ASKED, SAID], "tools": [None]}, "'tools' has null, where a tool is an object"),
+        ({"messages": [ASKED, SAID], "functions": {"name": "f"}}, "'functions' is not a list but an object"),
+        ({"messages": [ASKED, SAID | {"tool_calls": {"name": "f"}}]}, "message 2: 'tool_calls' is not a list but an o"),
+        ({"messages": [ASKED, SAID | {"tool_calls": ["[]"]}]}, "'tool_calls' has a list, where a call is an object"),
         ({"messages": [ASKED], "chat_template_kwargs": {"messages": 1}}, "'chat_template_kwargs' has 'messages'"),
     ],
 )
@@ -290,6 +322,8 @@ def test_flags_without_a_mask(tokenizer):
     ("record", "message"),
     [
         ({"question": "Who?"}, "no 'prompt' but 'question', which the model would not see; name it 'prompt', or write"),
+        ({"conversations": [ASKED]}, "no 'prompt' but 'conversations', which the model would not see"),
+        ({"history": ["Who?"]}, "no 'prompt' but 'history'"),
         ({"prompt": "Who?", "system": "Be."}, "'system' is a text of chats, and 'chosen' is plain text"),
     ],
 )

@@ -91,6 +91,41 @@ def test_nulls_of_tables_are_missing_keys(tmp_path):
     assert ([*example_of(record, "text").completion], record.value["tools"]) == (line["messages"], line["tools"])
 
 
+def test_maps_and_json_are_objects(tmp_path):
+    """As ``datasets`` reads columns of JSON, with their own nulls; a map is an object too."""
+    strings, texts = pyarrow.string(), pyarrow.json_()
+    asked, said = {"role": "user", "content": "?"}, call("rain", place=None, days=[1, {"n": None}])
+    arguments = said["tool_calls"][0]["function"]["arguments"]
+    tools = [tool("rain", place={"default": None})]
+
+    def messages_with(kind):
+        calls = pyarrow.list_(pyarrow.struct([("function", pyarrow.struct([("name", strings), ("arguments", kind)]))]))
+        return pyarrow.list_(pyarrow.struct([("role", strings), ("content", strings), ("tool_calls", calls)]))
+
+    def calling(given):
+        return [[asked, call("rain") | {"tool_calls": [{"function": {"name": "rain", "arguments": given}}]}]]
+
+    # Arrow makes nested JSON only from texts.
+    nested = pyarrow.array(calling(json.dumps(arguments)), messages_with(strings)).cast(messages_with(texts))
+    whole = pyarrow.array([[json.dumps(asked), json.dumps(said)]]).cast(pyarrow.list_(texts))
+    of_map = pyarrow.array(calling([("at", "Ulm")]), messages_with(pyarrow.map_(strings, strings)))
+    columns = {"map": (of_map, {"at": "Ulm"}), "JSON": (nested, arguments), "messages": (whole, arguments)}
+    for name, (column, value) in columns.items():
+        table = pyarrow.table({"messages": column, "tools": pyarrow.array([json.dumps(tools)], texts)})
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        (record,) = read_records(tmp_path / "a.parquet")[1]
+        found = example_of(record, "text")
+        assert found.completion[1]["tool_calls"][0]["function"]["arguments"] == value, name
+        assert found.tools == tools
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(["{"], texts)}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet', row 1, 'text': broken JSON"):
+        read_records(tmp_path / "a.parquet")
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="two columns are named 'text'"):
+        read_records(tmp_path / "a.parquet")
+
+
 def test_a_saved_dataset_is_read_as_it_says(tmp_path):
     for name, chat in zip(("y.arrow", "x.arrow", "stale.arrow"), (*CHATS, CHATS[0]), strict=True):
         write_arrow(tmp_path / name, [chat])

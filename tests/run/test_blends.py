@@ -1,6 +1,7 @@
 """Runs on blends and on token files: what they take, how they resume, and what they refuse."""
 
 import dataclasses
+import hashlib
 import json
 
 import numpy as np
@@ -65,6 +66,20 @@ def test_a_blend_of_texts_and_token_files(sources):
     assert {"SHA-256 of source 2 (code.jsonl)", "share of source 3"} <= data.identity.keys()
     assert data.held_out.rows.num_bytes > 0
     assert data.bits_per_nat > 0
+
+
+def test_sources_that_share_texts(sources):
+    """Each holds out a part of its own, which another source may learn."""
+    lines = (sources / "code.jsonl").read_text().splitlines(keepends=True)
+    # In the order in which documents are held out: the first source holds out what the second learns.
+    lines.sort(key=lambda line: hashlib.sha256(f"0:{json.loads(line)['text']}".encode()).digest())
+    settings = settings_of(sources, "0.5 code.jsonl 0.5 more.jsonl", tokenizer=str(sources / "tok"))
+    settings = dataclasses.replace(settings, corpus=dataclasses.replace(settings.corpus, held_out_fraction=0.5))
+    for second, count in ((lines[:2], 1), (lines[1:], 0)):
+        (sources / "code.jsonl").write_text("".join(lines[1:]))
+        (sources / "more.jsonl").write_text("".join(second))
+        notes = NewTexts(settings).prepare().overlap
+        assert [note.split(" also ")[0] for note in notes] == ["1 of 2 held-out samples are"] * count
 
 
 def test_token_files_alone_are_taken_in_their_own_order(sources):

@@ -14,7 +14,8 @@ from run.tiny_layouts import trainer_of, whole_weights
 
 from shardwise.core.errors import CheckpointError, ConfigError, DataError, DesyncError
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import Batch, DataLoader, Encoded, Example, ExampleEncoder, SampleRows, TokenSamples
+from shardwise.data import Batch, DataLoader, Encoded, Example, ExampleEncoder, SampleRows, TokenSamples, example_of
+from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import SampleSettings
@@ -72,6 +73,37 @@ def test_what_is_left_out_is_named_and_counted(tokenizer, monkeypatch, tmp_path)
         DataError, match=r"any of the 2 samples of a\.jsonl \(to train on\): 2 since no turn of the assis"
     ):
         prepared(examples[-2:], encoder, monkeypatch, tmp_path, held_out=[chat(1)])
+
+
+def test_what_nobody_reads_is_named(tokenizer, monkeypatch, tmp_path):
+    """A note names keys of records, and what the template does not show of messages."""
+    records = [
+        {
+            "messages": [
+                {"role": "developer", "content": f"Be brief, {number}."},
+                *chat(number).completion[:1],
+                {"role": "assistant", "content": "I am.", "thinking": "Am I?", "reasoning": "Am I?"},
+            ],
+            "tools": [{"name": "look"}],
+            "system_prompt": "Be.",
+        }
+        for number in range(4)
+    ]
+    examples = [example_of(Record(f"line {number}", each), "text") for number, each in enumerate(records)]
+    hiding = TEMPLATE.replace("{{ '<|'", "{{ '' if m.role == 'developer' else '<|'")
+    encoder = ExampleEncoder(tokenizer, ChatTemplate(hiding.replace("END", "eos_token"), {"eos_token": "</s>"}))
+    notes = prepared(examples, encoder, monkeypatch, tmp_path, length=80).notes
+    assert notes == (
+        "keys of the records that are not read: system_prompt (first: line 0)",
+        "the chat template does not show 'tools' (first: line 0)",
+        "the chat template does not show 'content' of developer messages (first: line 0)",
+        "the chat template does not show 'reasoning' of assistant messages (first: line 0)",
+        "the chat template does not show 'thinking' of assistant messages (first: line 0)",
+    )
+    showing = TEMPLATE.replace("m.content", "m.content ~ m.reasoning_content ~ (tools or '')")
+    encoder = ExampleEncoder(tokenizer, ChatTemplate(showing.replace("END", "eos_token"), {"eos_token": "</s>"}))
+    notes = prepared([*examples, chat(9)], encoder, monkeypatch, tmp_path, length=200).notes
+    assert notes == ("keys of the records that are not read: system_prompt (first: line 0)",)
 
 
 def test_rows_of_a_multiple_of_places(tokenizer):
@@ -162,6 +194,13 @@ def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatc
         prepared([chat(1)], encoder, monkeypatch, tmp_path)
 
 
+def test_held_out_samples_that_are_learned_are_counted(tokenizer, monkeypatch, tmp_path):
+    encoder, examples = encoder_of(tokenizer, "eos_token"), [chat(number) for number in range(8)]
+    assert prepared(examples, encoder, monkeypatch, tmp_path).overlap == ()
+    data = prepared(examples, encoder, monkeypatch, tmp_path, held_out=[chat(1), chat(9), chat(1)])
+    assert data.overlap[0].startswith("2 of 3 held-out samples are also among those to train on")
+
+
 def test_a_template_or_tokenizer_of_another_model(tokenizer):
     with pytest.raises(
         DataError, match=r"ends what the assistant says with '<\|im_end\|>', which the tokenizer has no token for"
@@ -195,6 +234,7 @@ def test_identity_is_of_the_examples_not_of_their_places(tokenizer, monkeypatch,
 def test_hosts_with_other_data_to_measure_on_are_refused(group):
     """The first rank of each host reads; here each rank is a host."""
     tokenizer = SimpleNamespace(sha256="same")
-    data = SimpleNamespace(sha256="same", held_out_sha256=f"of host {group.rank()}", tokenizer=tokenizer, notes=())
+    measured = f"of host {group.rank()}"
+    data = SimpleNamespace(sha256="same", held_out_sha256=measured, tokenizer=tokenizer, notes=(), overlap=())
     with pytest.raises(DesyncError, match="the held-out text"):
         share(lambda: data, Ranks(group.rank(), 0, 2, torch.device("cpu")))

@@ -10,7 +10,7 @@ import io
 import platform
 import sysconfig
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +68,11 @@ class Corpus:
         object.__setattr__(self, "documents", documents)
         object.__setattr__(self, "num_bytes", num_bytes)
         object.__setattr__(self, "sha256", digest.hexdigest())
+
+    @property
+    def digests(self) -> Iterator[str]:
+        """Hex SHA-256 of each document."""
+        return (hashlib.sha256(document.encode()).hexdigest() for document in self.documents)
 
     def to_bytes(self) -> bytes:
         """Concatenate all documents in UTF-8 without separators, as input for a compressor."""

@@ -95,7 +95,7 @@ class ExampleEncoder:
         Raises:
             UnusableExampleError: the template rejects it.
         """
-        messages = _messages_of(example)
+        messages = example.messages
         return shows(messages, self._render(messages, example).text, partial(self._render, example=example))
 
     def turn_end_ids(self) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class ExampleEncoder:
         return self._encoded(ids, spans, text, np.arange(len(ids)) >= first)
 
     def _chat(self, example: Example) -> Encoded:
-        messages = _messages_of(example)
+        messages = example.messages
         self._check_flags(example)
         self._check_turns(messages)
         rendered = self._render(messages, example)
@@ -320,12 +320,6 @@ class ExampleEncoder:
 _PROBE = "q7q"
 # Longest time for all renderings of one chat.
 _MOST_SECONDS = 60.0
-
-
-def _messages_of(example: Example) -> Messages:
-    assert not isinstance(example.completion, str)
-    assert not isinstance(example.prompt, str)
-    return (*(example.prompt or ()), *example.completion)
 
 
 def _touched(spans: Sequence[Span], written: Sequence[Span], length: int) -> NDArray[np.bool_]:

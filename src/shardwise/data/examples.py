@@ -31,7 +31,7 @@ Preferences have the formats of the library ``trl``, with explicit and implicit 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -44,6 +44,9 @@ Messages = tuple[Mapping[str, Any], ...]
 
 _CHAT_KEYS = ("messages", "conversations")
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# What any chat may have besides its messages; "functions" is read without "tools".
+_OF_CHATS = ("tools", "functions", "system", "chat_template_kwargs", "label")
+_CONTENT = (str, list, dict, bool)
 _CALL_ROLE = "function_call"
 _ROLES = {name: name for name in _KNOWN_ROLES} | {
     "human": "user",
@@ -71,7 +74,8 @@ class Example:
     """A training example: an optional prompt, and a completion of the same type.
 
     ``tools`` and ``variables`` are passed to the template. ``flags`` has for each message the flag that says whether it
-    is learned, or None; it is empty if no message has a flag.
+    is learned, or None; it is empty if no message has a flag. ``unread`` are keys of the record whose texts, lists or
+    flags are not in the example.
     """
 
     where: str
@@ -80,6 +84,7 @@ class Example:
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[Flag | None, ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def sha256(self) -> str:
@@ -96,6 +101,13 @@ class Example:
     def is_chat(self) -> bool:
         """True if the example consists of messages."""
         return not isinstance(self.completion, str)
+
+    @property
+    def messages(self) -> Messages:
+        """All messages of a chat."""
+        assert not isinstance(self.completion, str)
+        assert not isinstance(self.prompt, str)
+        return (*(self.prompt or ()), *self.completion)
 
 
 def has_text(record: Record, text_key: str) -> bool:
@@ -121,6 +133,22 @@ def is_plain_text(record: Record, text_key: str) -> bool:
 
 def example_of(record: Record, text_key: str) -> Example:
     """Convert a record to an example."""
+    made = _example_of(record, text_key)
+    return made if made.prompt is None and not made.is_chat else replace(made, unread=_unread(record.value, made))
+
+
+def _unread(value: Mapping[str, Any], example: Example) -> tuple[str, ...]:
+    """Return the keys of a record of which the example has nothing, without numbers and what is empty."""
+    if isinstance(example, Preference) or example.prompt is not None:
+        read: tuple[str, ...] = ("prompt", "completion", *_KEYS)
+    else:
+        read = tuple(key for key in _CHAT_KEYS if key in value)[:1] or ("instruction", "input", "output", "history")
+    read += _OF_CHATS if example.is_chat else ("label",)
+    others = {key: each for key, each in value.items() if key not in read}
+    return tuple(key for key, each in others.items() if each is False or (each and isinstance(each, _CONTENT)))
+
+
+def _example_of(record: Record, text_key: str) -> Example:
     where, value = record.where, record.value
     if is_plain_text(record, text_key):
         if not names_its_text(record, text_key):
@@ -130,6 +158,11 @@ def example_of(record: Record, text_key: str) -> Example:
                 "(--corpus.text-key), or write a form for its keys (--prompt-template)"
             )
         return Example(where, None, text_of(record, text_key))
+    if value.get("label") is False:
+        raise DataError(
+            f"{where}: 'label' is false, so the answer is one that people do not want, and it would be learned; remove "
+            "the record, or its label"
+        )
     tools, variables = tools_of(value, where), variables_of(value, where)
     for key in _CHAT_KEYS:
         if key in value:
@@ -138,11 +171,6 @@ def example_of(record: Record, text_key: str) -> Example:
     if "instruction" in value and not {"prompt", "completion"} <= value.keys():
         return Example(where, None, with_system(value, _instruction_of(value, where), where), tools, variables)
     prompt, completion = value["prompt"], value["completion"]
-    if value.get("label") is False:
-        raise DataError(
-            f"{where}: 'label' is false, so the completion is one that people do not want, and it would be learned; "
-            "remove the record, or its label"
-        )
     if isinstance(prompt, str) and isinstance(completion, str):
         _check_no_system(value, where, "'prompt'")
         return Example(where, check_text(prompt, where, "'prompt'"), check_text(completion, where, "'completion'"))
@@ -193,6 +221,8 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
     if "tool_calls" not in message and isinstance(call := message.get(_CALL_ROLE), dict) and call.get("name"):
         message = {name: each for name, each in message.items() if name != _CALL_ROLE}
         message["tool_calls"] = _calls_of(call, where)
+    if "tool_calls" in message:
+        message["tool_calls"] = _objects_of(message["tool_calls"], where, "tool_calls", "a call")
     role = message.get("role")
     if not isinstance(role, str):
         raise DataError(
@@ -311,18 +341,32 @@ def _check_no_system(value: Mapping[str, Any], where: str, texts: str) -> None:
 
 
 def tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
-    """Return the record's ``tools``. Raises DataError if they are invalid."""
-    tools = value.get("tools")
-    if tools is None and isinstance(functions := value.get("functions"), list):
-        tools = [{"type": "function", "function": each} for each in functions]
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools else None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: 'tools' is a string that is no JSON: {error}; repair the record") from error
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"{where}: 'tools' is not a list but {kind_of(tools)}; repair the record")
-    return tools or None
+    """Return the record's ``tools``, or its ``functions`` as tools. Raises DataError if they are invalid."""
+    key = "tools" if value.get("tools") is not None else "functions"
+    tools = _objects_of(value.get(key), where, key, "a tool")
+    return (tools if key == "tools" else [{"type": "function", "function": each} for each in tools]) or None
+
+
+def _objects_of(value: object, where: str, key: str, noun: str) -> list[Any]:
+    """Return a list of objects; in some tables, it or each object is a text of JSON."""
+    values = _parsed(value, where, key)
+    if not isinstance(values, list | None):
+        raise DataError(f"{where}: {key!r} is not a list but {kind_of(values)}; repair the record")
+    objects = [_parsed(each, where, key) for each in values or ()]
+    for each in objects:
+        if not isinstance(each, dict):
+            raise DataError(f"{where}: {key!r} has {kind_of(each)}, where {noun} is an object; repair the record")
+    return objects
+
+
+def _parsed(value: object, where: str, key: str) -> object:
+    """Return a value, parsed if it is a text of JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {key!r} is a string that is no JSON: {error}; repair the record") from error
 
 
 def variables_of(value: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -340,8 +384,8 @@ def variables_of(value: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 _KEYS = ("chosen", "rejected")
-# Keys of texts that published preferences have instead of a prompt.
-_QUESTIONS = ("question", "instruction", "input", "query")
+# Keys that published preferences have instead of a prompt.
+_QUESTIONS = ("question", "instruction", "input", "query", "history", "context", "conversation", *_CHAT_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +406,11 @@ def is_preference(record: Record) -> bool:
 
 def preference_of(record: Record) -> Preference:
     """Convert a record to a preference."""
+    made = _preference_of(record)
+    return replace(made, unread=_unread(record.value, made))
+
+
+def _preference_of(record: Record) -> Preference:
     where, value = record.where, record.value
     if not is_preference(record):
         keys = keys_of(value) if isinstance(value, dict) else "it is no object"
@@ -375,7 +424,7 @@ def preference_of(record: Record) -> Preference:
             check_text(value[key], where, repr(key))
         _check_no_system(value, where, "'chosen'")
         if prompt is None:
-            if asked := [key for key in _QUESTIONS if isinstance(text := value.get(key), str) and text]:
+            if asked := [key for key in _QUESTIONS if isinstance(value.get(key), str | list) and value[key]]:
                 raise DataError(
                     f"{where}: no 'prompt' but {asked[0]!r}, which the model would not see; name it 'prompt', or write "
                     "a form for the record's keys (--prompt-template)"

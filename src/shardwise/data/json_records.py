@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -240,6 +241,7 @@ def records_of_table(file: Path) -> Iterator[Record]:
     """Yield the rows of a Parquet or Arrow file as objects with the column names as keys.
 
     Arrow gives every struct the fields of all rows. Null fields are dropped, except columns and fields of messages.
+    Maps are objects, and columns of JSON (``datasets.Json``) are parsed.
     """
     arrow = _pyarrow(file)
     number = 0
@@ -248,7 +250,11 @@ def records_of_table(file: Path) -> Iterator[Record]:
             most, num_bytes = max(_ALWAYS_READ, _MOST_TIMES * os.fstat(descriptor).st_size), 0
             for batch in _batches(arrow, opened, file.suffix.lower() == ".parquet"):
                 num_bytes += batch.nbytes
-                shared = {each.name for each in batch.schema if arrow.types.is_dictionary(each.type)}
+                kinds = {each.name: each.type for each in batch.schema}
+                if len(kinds) < len(batch.schema):
+                    twice = sorted(name for name, count in Counter(batch.schema.names).items() if count > 1)
+                    raise DataError(f"{str(file)!r}: two columns are named {twice[0]!r}; leave one of them out")
+                shared = {name for name, kind in kinds.items() if arrow.types.is_dictionary(kind)}
                 for row in chain.from_iterable(
                     batch.slice(first, _ROWS).to_pylist() for first in range(0, batch.num_rows, _ROWS)
                 ):
@@ -259,7 +265,13 @@ def records_of_table(file: Path) -> Iterator[Record]:
                             f"{str(file)!r}, row {number}: the rows so far have more than {most:,} bytes, over "
                             f"{_MOST_TIMES:,} times as many as the file; leave it out, or write it as JSON lines"
                         )
-                    yield Record(f"{str(file)!r}, row {number}", {name: _column(name, row[name]) for name in row})
+                    where = f"{str(file)!r}, row {number}"
+                    values = {
+                        # Tools are structs without nulls; see _plain.
+                        name: _plain(arrow, kinds[name], value, f"{where}, {name!r}", depth=int(name == "tools"))
+                        for name, value in row.items()
+                    }
+                    yield Record(where, values)
     except DataError:
         raise
     except OSError as error:
@@ -270,21 +282,26 @@ def records_of_table(file: Path) -> Iterator[Record]:
         raise _broken(file, number, error) from error
 
 
-def _column(name: str, value: Any) -> Any:
-    # A message keeps its own nulls, because a content of null is not a missing one.
-    if name != "tools" and isinstance(value, list):
-        return [
-            {key: _without_nulls(item) for key, item in each.items()} if isinstance(each, dict) else each
-            for each in value
-        ]
-    return _without_nulls(value)
+def _plain(arrow: Any, kind: Any, value: Any, where: str, depth: int) -> Any:
+    """Return a value of a table as JSON has it: maps as objects, texts of JSON parsed, without null fields of structs.
 
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value of a table without the null fields of structs, at any depth. Nulls in lists stay."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    Nulls in lists and in texts of JSON stay. So do those of a message, a struct in the list of a column at ``depth`` 0,
+    because a content of null is not a missing one.
+    """
+    if arrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return value_of_line(value, where)
+    if arrow.types.is_struct(kind):
+        fields = {field.name: _plain(arrow, field.type, value[field.name], where, depth + 2) for field in kind}
+        return fields if depth == 1 else {name: item for name, item in fields.items() if item is not None}
+    if arrow.types.is_map(kind):
+        return {str(key): _plain(arrow, kind.item_type, item, where, depth + 2) for key, item in value}
+    if isinstance(value, list) and hasattr(kind, "value_field"):
+        return [_plain(arrow, kind.value_type, item, where, depth + 1) for item in value]
+    return value
 
 
 def _broken(file: Path, number: int, error: Exception) -> DataError:

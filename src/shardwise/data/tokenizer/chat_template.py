@@ -37,6 +37,9 @@ TOOLS_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 Message = Mapping[str, Any]
 """A message with a role, a content, and further values that a template may read."""
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the reasoning of a message."""
+
 Span = tuple[int, int]
 """Start and end of a part of a text, in characters."""
 
@@ -176,7 +179,7 @@ def _as_given(message: Message) -> Message:
     """Return the message that a template sees: without missing values, its reasoning by all usual names."""
     given = {name: value for name, value in message.items() if value is not None or name == "content"}
     # As in transformers, since templates read different names.
-    reasoning = next((given[name] for name in ("reasoning_content", "thinking", "reasoning") if name in given), None)
+    reasoning = next((given[name] for name in REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 

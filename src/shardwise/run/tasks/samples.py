@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.json_text import first_of
 from shardwise.core.slow_work import told_if_slow
 from shardwise.data import (
     Corpus,
@@ -39,12 +40,13 @@ from shardwise.data.examples import has_text, is_plain_text, is_preference, name
 from shardwise.data.json_records import Record, counted
 from shardwise.data.reading import corpus_of
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.tokenizer.chat_template import REASONING, TemplateError
 from shardwise.data.turns import UNSHOWN
 from shardwise.run.settings import SampleSettings
 from shardwise.run.tasks.pretrained_model import FolderTokenizer, PretrainedModel
 from shardwise.run.tasks.sources import is_token_file, prepare_sources, sources_of
 from shardwise.run.tasks.task import Method
-from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, with_cache
+from shardwise.run.tasks.task_data import TaskData, divided, keys_of, sha256_of, with_cache
 from shardwise.run.tasks.texts import STDLIB, encode_texts, read_data
 from shardwise.training.bounds import require
 
@@ -235,7 +237,7 @@ def prepare_rows(
     notes: Sequence[str] = (),
 ) -> TaskData:
     """Split, encode and fit examples to the sequence length; see ``prepare_samples``."""
-    found = [*check_template(encoder, examples), *_note_ends(encoder, examples)]
+    found = [*check_template(encoder, examples), *_note_ends(encoder, examples), *_notes_unread(encoder, examples)]
     parts, fitted = divided(examples, held_out, held_out_fraction), [*notes]
     rows: list[SampleRows | PairRows] = []
     for part, what in zip(parts, ("to train on", "held out"), strict=True):
@@ -253,6 +255,7 @@ def prepare_rows(
         {**identity, "chat_template_sha256": _hash_of_templates(encoder.template, examples)},
         bits_per_nat=_bits_per_nat(rows[0]),
         held_out_sha256=sha256_of(parts[1]),
+        keys=(keys_of(each.sha256 for each in parts[0]), keys_of(each.sha256 for each in parts[1])),
     )
 
 
@@ -316,6 +319,61 @@ def _note_ends(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str
         return []
     names = " and ".join(f"{tokenizer.tokens[each]!r} ({each})" for each in tokenizer.learned_ends)
     return [f"what is learned ends with {names}, so the result's eos_token_id is {eos_ids}, learned tokens first"]
+
+
+def _notes_unread(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str]:
+    """Return notes on keys of records that nothing reads, and on fields that the chat template does not show."""
+    notes = []
+    if unread := dict.fromkeys(key for example in examples for key in example.unread):
+        first = next(example.where for example in examples if example.unread)
+        notes.append(f"keys of the records that are not read: {first_of([*unread], 8)} (first: {first})")
+    if encoder.template is None:
+        return notes
+    places: dict[tuple[str, str], list[tuple[Example, int]]] = {}
+    for example in examples:
+        for role, name, number in _fields(example) if example.is_chat else ():
+            if len(found := places.setdefault((role, name), [])) < LOOKED_AT:
+                found.append((example, number))
+    for (role, name), found in places.items():
+        if not any(_is_shown(encoder.template, example, number, name) for example, number in found):
+            of_role = f" of {role} messages" if role else ""
+            notes.append(f"the chat template does not show {name!r}{of_role} (first: {found[0][0].where})")
+    return notes
+
+
+def _fields(example: Example) -> Iterator[tuple[str, str, int]]:
+    """Yield the role, the name and the index of the message of each field that a template should show."""
+    if example.tools:
+        yield "", "tools", -1
+    messages = example.messages
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    for number, message in enumerate(messages):
+        is_answer = message["role"] == "assistant"
+        # Templates drop reasoning before the last answer, and answers that are not shown are left out.
+        if not is_answer or number == answers[-1]:
+            names = message.keys() - _BESIDES - ({"content", "tool_calls"} if is_answer else set())
+            yield from ((message["role"], name, number) for name in sorted(names) if message[name])
+
+
+# Fields of messages that templates read rarely.
+_BESIDES = {"role", "name", "id", "tool_call_id"}
+
+
+def _is_shown(template: ChatTemplate, example: Example, number: int, name: str) -> bool:
+    """Return whether a chat is rendered otherwise if a field, or the tools, are others; True if the template fails."""
+    messages, tools = [dict(message) for message in example.messages], example.tools
+    try:
+        text = template.render(messages, tools=tools, **example.variables).text
+        if name == "tools":
+            tools = None
+        elif name == "content":
+            messages[number]["content"] += "q7q"
+        else:
+            for each in REASONING if name in REASONING else (name,):
+                messages[number].pop(each, None)
+        return template.render(messages, tools=tools, **example.variables).text != text
+    except TemplateError:
+        return True
 
 
 def _has_added(encoded: Encoded, tokenizer: Tokenizer) -> bool:

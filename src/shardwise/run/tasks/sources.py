@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from shardwise.core.errors import ConfigError
 from shardwise.data import HeldOut
 from shardwise.data.blend import BlendedRows, blend_order, parse_blend
@@ -121,6 +123,7 @@ def _blended(
         1 / sum(share / each for share, each in zip(shares, nats, strict=True)) if all(nats) else 0.0,
         digest_of([part.held_out_sha256 for part in measured]),
         tuple(lines),
+        keys=(np.concatenate([part.keys[0] for part in parts]), np.concatenate([part.keys[1] for part in measured])),
     )
 
 

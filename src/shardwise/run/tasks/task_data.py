@@ -2,10 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.core.atomic_files import check_folder
 from shardwise.core.communication.agreement import agree, check_same
@@ -36,6 +39,7 @@ class TaskData:
         held_out_sha256: hex digest of the data of ``held_out``.
         blend: share of each source of a blend, and how often the run takes it, one line each.
         epoch_size: number of training rows that one pass over the data has; 0 stands for all.
+        keys: of all samples to train on, and of all held-out ones: numbers that are equal for equal samples.
     """
 
     name: str
@@ -50,6 +54,19 @@ class TaskData:
     held_out_sha256: str = ""
     blend: tuple[str, ...] = ()
     epoch_size: int = 0
+    keys: tuple[NDArray[np.uint64], NDArray[np.uint64]] = (np.empty(0, np.uint64), np.empty(0, np.uint64))
+
+    @property
+    def overlap(self) -> tuple[str, ...]:
+        """A note if held-out samples are also learned."""
+        learned, held_out = self.keys
+        count = int(np.isin(held_out, learned).sum())
+        if not count:
+            return ()
+        return (
+            f"{count:,} of {counted(len(held_out), 'held-out sample')} are also among those to train on, so the "
+            "held-out loss says less; remove them from one of the two",
+        )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "epoch_size", self.epoch_size or len(self.train))
@@ -61,7 +78,7 @@ def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:
         data = agree(lambda: prepare() if ranks.local_rank == 0 else None, group=ranks.control)
         data = agree(lambda: data or prepare(), group=ranks.control)
     assert data is not None
-    for note in data.notes if ranks.is_first else ():
+    for note in (*data.notes, *data.overlap) if ranks.is_first else ():
         print(f"note   {note}", flush=True)
     check_same(data.sha256, "the text (its SHA-256)", group=ranks.control)
     check_same(data.held_out_sha256, "the held-out text (its SHA-256)", group=ranks.control)
@@ -103,6 +120,11 @@ class Item(Protocol):
 
 
 _I = TypeVar("_I", bound=Item)
+
+
+def keys_of(digests: Iterable[str]) -> NDArray[np.uint64]:
+    """Return the beginnings of hex digests as numbers."""
+    return np.array([int(digest[:16], 16) for digest in digests], dtype=np.uint64)
 
 
 def sha256_of(items: Sequence[Item]) -> str:

@@ -17,7 +17,7 @@ from shardwise.run.build import build_model, describe
 from shardwise.run.settings import CorpusSettings, RunSettings, Settings
 from shardwise.run.tasks.sources import is_token_file, prepare_sources, sources_of
 from shardwise.run.tasks.task import Method
-from shardwise.run.tasks.task_data import TaskData, with_cache
+from shardwise.run.tasks.task_data import TaskData, keys_of, with_cache
 
 STDLIB = "stdlib"
 
@@ -127,4 +127,5 @@ def encode_texts(
         held_out_bytes=held_out.to_bytes(),
         held_out_sha256=held_out.sha256,
         bits_per_nat=stream.num_tokens / stream.num_bytes / math.log(2),
+        keys=(keys_of(train.digests), keys_of(held_out.digests)),
     )
