@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import string
 from functools import partial
 from pathlib import Path
 
@@ -249,7 +250,13 @@ def test_the_same_text_on_two_ranks(run, tmp_path):
 
 @pytest.mark.slow
 def test_the_text_that_python_gets_from_stages_has_its_last_characters(run):
-    """Also those that might have begun a stop string, which are held back until the end."""
-    text = run.text("def f(", 20, Sampling(0.8, top_k=50)).removeprefix("def f(").removesuffix("\n")
-    call = partial(generate_text, pp=2, max_new_tokens=20, stop=text[-1] + "zzz", device="cpu")
-    assert on_ranks(call, run.folder, "def f(", nproc=2, join=False) == [text] * 2
+    """Also those that might have begun a stop string, which are held back until the end.
+
+    The repetition penalty counts all tokens of a prompt, also those before the ones that the model reads.
+    """
+    prompt = string.printable.strip() + "def f(" * 20
+    sampling = Sampling(0.8, top_k=50, repetition_penalty=4.0)
+    text, shorter = (run.text(each, 20, sampling).removeprefix(each)[:-1] for each in (prompt, "def f(" * 20))
+    assert text != shorter
+    call = partial(generate_text, pp=2, max_new_tokens=20, repetition_penalty=4.0, stop=text[-1] + "zzz", device="cpu")
+    assert on_ranks(call, run.folder, prompt, nproc=2, join=False) == [text] * 2

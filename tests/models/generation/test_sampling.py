@@ -92,6 +92,24 @@ def test_penalties_of_earlier_tokens(group, sampling):
 
 
 @pytest.mark.ranks(2)
+def test_penalties_of_logits_in_16_bits_are_those_of_fp32(group):
+    """As in transformers: rounded to 16 bits, many logits would be equal after a penalty."""
+    logits = (torch.randn(200, 50) + 20).bfloat16()
+    histories = [History(range(25), []) for _ in logits]
+    for options in ({"repetition_penalty": 1.01}, {"repetition_penalty": 0.99}):
+        tokens = choose_next_token(
+            own_part(logits, group),
+            Sampling(0.0, **options),
+            vocab_size=50,
+            group=group,
+            generator=[],
+            histories=histories,
+        )
+        wide = [penalised(row.tolist(), Sampling(0.0, **options), range(25), []) for row in logits]
+        assert tokens.tolist() == torch.tensor(wide).argmax(1).tolist()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.5}], ids=str)
 def test_the_smallest_temperature_is_greedy(group, options):
     logits = torch.randn(50, 13)

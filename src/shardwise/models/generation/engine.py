@@ -21,7 +21,6 @@ from shardwise.models.generation.generation import check_arguments, evaluation_m
 from shardwise.models.generation.paged_cache import PagedCache
 from shardwise.models.generation.requests import LEAST_TEMPERATURE, Generated, LogProb, Request
 from shardwise.models.generation.sampling import (
-    History,
     Sampling,
     checked_choice,
     choose_next_token,
@@ -174,7 +173,7 @@ class BatchEngine:
         """
         named = [
             f"{list(each.prompt_ids)} {each.max_new_tokens} {each.sampling} {each.seed} {list(each.eos_ids)} "
-            f"{each.log_probs} {each.prompt_log_probs} {each.temperature}"
+            f"{each.log_probs} {each.prompt_log_probs} {each.temperature} {list(each.earlier_ids)}"
             for each in requests
         ]
         digest = hashlib.sha256("\n".join(named).encode()).hexdigest()
@@ -326,7 +325,7 @@ class BatchEngine:
                 sampling,
                 **self._of_vocabulary,
                 generator=[each.generator for each in own],
-                histories=[History(each.request.start, each.result.token_ids) for each in own],
+                histories=[each.history for each in own],
             )
         return chosen
 

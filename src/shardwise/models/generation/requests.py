@@ -33,6 +33,7 @@ class Request:
             least ``LEAST_TEMPERATURE``.
         on_token: called with each token of the text, but not with the one that ends it, on every rank. A result that is
             true ends the text; it must be the same on every rank.
+        earlier_ids: tokens before the prompt, which the model does not read; the repetition penalty counts them.
     """
 
     prompt_ids: Sequence[int]
@@ -44,6 +45,7 @@ class Request:
     prompt_log_probs: int | None = None
     temperature: float | None = None
     on_token: Callable[[int], object] | None = None
+    earlier_ids: Sequence[int] = ()
 
     @property
     def start(self) -> list[int]:

@@ -178,7 +178,8 @@ def _reach(sampling: Sampling) -> float:
 
 
 def _penalised(logits: Tensor, sampling: Sampling, histories: Sequence[History], start: int) -> Tensor:
-    logits = logits.clone()
+    # Of logits in 16 bits as of fp32 ones, since rounding would make some of them equal.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
 
     def own(tokens: set[int]) -> Tensor:
         """Return the indices of tokens of this rank's part of the vocabulary."""

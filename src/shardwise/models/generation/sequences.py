@@ -12,6 +12,7 @@ from shardwise.models.by_plan import joint
 from shardwise.models.by_plan.model import PlannedCache, PlannedModel
 from shardwise.models.generation.paged_cache import Chunk, PagedCache, RaggedPass
 from shardwise.models.generation.requests import Generated, Request
+from shardwise.models.generation.sampling import History
 from shardwise.models.gpt import GPT
 
 
@@ -26,6 +27,11 @@ class RunningSequence:
         self.cache: PlannedCache | None = None
         kind = device if device.type == "cuda" else "cpu"
         self.generator = torch.Generator(device=kind).manual_seed(request.seed)
+
+    @property
+    def history(self) -> History:
+        """The tokens that penalties count."""
+        return History([*self.request.earlier_ids, *self.request.start], self.result.token_ids)
 
     def unmeasured(self, start: int, stop: int) -> range:
         """Return the positions from ``start`` to ``stop`` whose logits measure the prompt's next token, once."""

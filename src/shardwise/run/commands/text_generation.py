@@ -287,8 +287,9 @@ def write(
         # No time limit: the first rank may wait for a paused terminal, and the other ranks wait with it.
         with ranks.phase("generating"):
             if isinstance(model, GPT) and model.groups.num_stages > 1:
-                context = prompt_ids[-model.max_sequence_length :]
-                request = Request(context, choice.max_new_tokens, choice.sampling, seed, eos_ids, on_token=add)
+                window, most = model.max_sequence_length, choice.max_new_tokens
+                earlier, context = prompt_ids[:-window], prompt_ids[-window:]
+                request = Request(context, most, choice.sampling, seed, eos_ids, on_token=add, earlier_ids=earlier)
                 new_ids = generate_all(model, [request])[0].text_ids
             else:
                 new_ids = generate_ids(
