@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from harness.model_options import NO_DROPOUT
 from harness.parity import assert_close_to
 from torch import nn
 from training.pipeline.pipelines import LENGTH, MICRO_BATCH_SIZE, random_batch, staged_gpt
@@ -18,7 +19,12 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
-from shardwise.megatron.schedules import get_forward_backward_func
+from shardwise.megatron.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
 from shardwise.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 NUM_MICRO_BATCHES = 4
@@ -86,7 +92,8 @@ def test_with_the_references_arguments(group, chunks):
     parallel_state.initialize_model_parallel(1, 2, vp_size)
     staged = staged_gpt(pp=2, num_chunks=chunks, num_layers=4, tied=False)
     forward_backward_func = get_forward_backward_func()
-    assert forward_backward_func.keywords == {"schedule": "interleaved" if chunks > 1 else "1f1b"}
+    named = forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving
+    assert forward_backward_func is named[chunks - 1]
     data = forward_backward_func(**arguments(staged), decoder_seq_length=LENGTH, forward_only=False)
     last = parallel_state.is_pipeline_last_stage()
     assert [round(item["lm loss"].item(), 12) for item in data] == ([round(x, 12) for x in losses] if last else [])
@@ -139,7 +146,8 @@ def test_losses_with_their_number_of_tokens_and_the_configs_hooks(group):
 @pytest.mark.ranks(1)
 def test_one_stage_needs_no_pipeline(group):
     losses, expected = whole_model(4)
-    assert get_forward_backward_func().keywords == {"schedule": "1f1b"}
+    assert get_forward_backward_func() is forward_backward_no_pipelining
+    assert forward_backward_no_pipelining.__name__ == "forward_backward_no_pipelining"
     parallel_state.initialize_model_parallel()
     staged = staged_gpt(num_layers=4, tied=False)
     data = get_forward_backward_func()(**arguments(staged))
@@ -262,3 +270,91 @@ def test_arguments_that_do_not_fit(group):
     ):
         with pytest.raises(ConfigError, match=words):
             get_forward_backward_func()(**given | wrong)
+
+
+def gradients_of_two_losses(kept, *, per_token, **settings):
+    """Gradients, in DistributedDataParallel, of losses that count the positions that ``kept(micro_batch)`` gives."""
+    torch.manual_seed(3)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=12,
+        num_attention_heads=4,
+        **NO_DROPOUT,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.float64,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        calculate_per_token_loss=per_token,
+        grad_scale_func=lambda loss: 8 * loss,
+        finalize_model_grads_func=finalize_model_grads,
+        **settings,
+    )
+    stage = {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+    spec = get_gpt_layer_local_spec(num_experts=settings.get("num_moe_experts"))
+    model = DistributedDataParallel(
+        config, DistributedDataParallelConfig(), GPTModel(config, spec, 23, LENGTH, **stage)
+    )
+    rank = parallel_state.get_data_parallel_rank()
+
+    def step(data_iterator, model):
+        number = next(data_iterator)
+        ids = torch.randint(23, (2, LENGTH), generator=torch.Generator().manual_seed(number))
+        mask = kept(number)
+
+        def loss(output):
+            total = (output * mask).sum()
+            return total, mask.sum(), {"sum": total.detach()}
+
+        return model(ids, torch.arange(LENGTH), None, labels=ids.flip(1)), loss
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter([2 * rank, 2 * rank + 1]),
+        model=[model],
+        num_microbatches=2,
+        seq_length=LENGTH,
+        micro_batch_size=2,
+    )
+    return model, {name: param.main_grad for name, param in model.module.named_parameters()}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=["", "tp 2", "pp 2"])
+def test_losses_by_token_are_divided_by_the_tokens_of_all_ranks(group, tp, pp):
+    parallel_state.initialize_model_parallel(tp, pp)
+    # One over the number of tokens, an integer, is in fp32.
+    # If all micro-batches have the same number of tokens, the mean is one of means, also of losses of experts.
+    experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
+    (_, by_token), (_, of_means) = (
+        gradients_of_two_losses(lambda _: torch.ones(2, LENGTH), per_token=per_token, **experts)
+        for per_token in (True, False)
+    )
+    for name, expected in of_means.items():
+        assert_close_to(by_token[name], expected, rtol_of_norm=1e-7, name=name)
+    model, found = gradients_of_two_losses(lambda number: torch.arange(LENGTH) <= number, per_token=True)
+    if pp == tp == 1:
+        # This rank's two micro-batches, alone: its own sums, which all ranks add and divide by their tokens.
+        own = [2 * group.rank(), 2 * group.rank() + 1]
+        ids = [torch.randint(23, (2, LENGTH), generator=torch.Generator().manual_seed(number)) for number in own]
+        losses = [model.module(each, torch.arange(LENGTH), None, labels=each.flip(1)) for each in ids]
+        total = sum(loss[:, : number + 1].sum() for loss, number in zip(losses, own, strict=True))
+        for (name, _), grad in zip(
+            model.module.named_parameters(), torch.autograd.grad(total, list(model.module.parameters())), strict=True
+        ):
+            torch.distributed.all_reduce(grad)
+            assert_close_to(found[name], 8 * grad / (1 + 2 + 3 + 4), rtol_of_norm=1e-7, name=name)
+
+
+@pytest.mark.ranks(1)
+def test_losses_of_experts_by_token_need_the_number_of_positions(group):
+    parallel_state.initialize_model_parallel()
+    settings = {"num_moe_experts": 4, "variable_seq_lengths": True}
+    gradients_of_two_losses(lambda _: torch.ones(2, LENGTH), per_token=True, **settings)
+    with pytest.raises(ConfigError, match="losses that balance experts"):
+        gradients_of_two_losses(lambda _: torch.ones(2, LENGTH), per_token=True, **settings, moe_z_loss_coeff=0.1)

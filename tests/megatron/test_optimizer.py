@@ -283,6 +283,19 @@ def test_experts_have_the_norm_of_one_rank(group):
     assert found[2] == pytest.approx(found[0], rel=1e-11)
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
+def test_a_constant_scale_is_that_of_megatron_s_optimizers(group, zero):
+    parallel_state.initialize_model_parallel()
+    wrapped, optimizer = made(gpt(), zero=zero, loss_scale=128.0)
+    # In fp32, Megatron scales with the distributed optimizer only.
+    assert optimizer.get_loss_scale().tolist() == [128.0 if zero else 1.0]
+    for param in wrapped.parameters():
+        param.main_grad.fill_(128.0 if zero else 1.0)
+    norm = sum(param.numel() for param in wrapped.parameters()) ** 0.5
+    assert optimizer.step()[1] == pytest.approx(norm, rel=1e-6)
+
+
 def test_the_dynamic_scale_is_megatron_s():
     scaler = DynamicGradScaler(16.0, 4.0, 2.0, 0.5, 2, 2)
     found = []

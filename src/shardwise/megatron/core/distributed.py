@@ -78,6 +78,8 @@ class DistributedDataParallelConfig(inert_settings_of("DistributedDataParallelCo
 class DistributedDataParallel(_Wrapper):
     """A model whose gradients are the mean over the data-parallel ranks after ``finish_grad_sync``.
 
+    With ``config.calculate_per_token_loss`` they are the sum, which ``finalize_model_grads`` divides by all tokens.
+
     Gradients are in one flat buffer per dtype; ``main_grad`` of each trained parameter is a view of it. If the buffer
     has the parameter's dtype, ``grad`` is the same view, so that PyTorch's optimizers can use it. In Megatron ``grad``
     is None, and PyTorch's optimizers have no effect.
@@ -126,7 +128,7 @@ class DistributedDataParallel(_Wrapper):
             group=self.dp_cp_group,
             bucket_size=bucket_size,
             dtype=torch.float32 if ddp_config.grad_reduce_in_fp32 else None,
-            average=True,
+            average=not getattr(config, "calculate_per_token_loss", False),
             overlap=ddp_config.overlap_grad_reduce,
             late=[] if deferred_buffers(module) is None else [_output_weight_of(module)],
             other_groups={param: self._group_of(param) for param in self._of_experts},
@@ -281,7 +283,8 @@ def finalize_model_grads(
     Args:
         model: this stage's chunks, each a ``DistributedDataParallel``.
         num_tokens: None, or a scalar with this rank's number of tokens on the last stage. It is overwritten by the
-            total over all ranks. The gradients, which are means over ranks, are divided by this total.
+            total over all ranks. The gradients, which are means over ranks, or with ``calculate_per_token_loss`` sums,
+            are divided by this total.
         pg_collection: groups ``tp``, ``pp``, ``embd`` and ``dp_cp``; missing groups come from the ambient topology.
         force_all_reduce: no effect, because gradients are always all-reduced.
 

@@ -31,7 +31,8 @@ class OptimizerConfig(inert_settings_of("OptimizerConfig")):  # type: ignore[mis
         apply_wd_to_qk_layernorm: whether the norms of queries and keys decay, as matrices do.
         fp16, bf16: whether 16-bit parameters have fp32 copies; with fp16 the loss is scaled.
         params_dtype: dtype of the parameters.
-        loss_scale: constant factor of the loss; None means a dynamic one with fp16, and 1 otherwise.
+        loss_scale: constant factor of the loss; None means a dynamic one with fp16, and 1 otherwise. Only mixed
+            precision and the distributed optimizer have one, as in Megatron.
         initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis: arguments of ``DynamicGradScaler``.
         adam_beta1, adam_beta2, adam_eps: constants of AdamW.
         use_distributed_optimizer: whether each data-parallel rank updates its elements of the parameters (ZeRO stage
@@ -295,6 +296,9 @@ class DynamicGradScaler(ConstantGradScaler):
 
 
 def _scaler_of(config: OptimizerConfig) -> ConstantGradScaler | None:
+    if not (config.fp16 or config.bf16 or config.use_distributed_optimizer):
+        # Megatron's FP32Optimizer does not scale.
+        return None
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:

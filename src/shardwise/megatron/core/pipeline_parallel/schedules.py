@@ -56,11 +56,13 @@ def get_forward_backward_func(
     if vp_size is None:
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     num_chunks = vp_size or 1
-    if schedule is None:
-        schedule = "interleaved" if num_chunks > 1 else "1f1b"
     # A multiple of the stages is always valid, so this checks the other arguments.
-    make_schedule(schedule, pp_size, pp_size, num_chunks)
-    return functools.partial(_forward_backward_func, schedule=schedule)
+    make_schedule(schedule or ("interleaved" if num_chunks > 1 else "1f1b"), pp_size, pp_size, num_chunks)
+    if schedule is not None:
+        return functools.partial(_forward_backward_func, schedule=schedule)
+    if num_chunks > 1:
+        return forward_backward_pipelining_with_interleaving
+    return forward_backward_no_pipelining if pp_size == 1 else forward_backward_pipelining_without_interleaving
 
 
 def _forward_backward_func(
@@ -84,14 +86,16 @@ def _forward_backward_func(
     shape of each micro-batch's hidden states travels ahead of them),
     ``microbatch_group_size_per_vp_stage``, ``grad_scale_func`` (applied to each loss before its backward),
     ``no_sync_func`` (context for all backward steps but the last of each chunk, or a list of contexts, one per chunk)
-    and ``finalize_model_grads_func``, called at the end as ``f(chunks, None, pg_collection=...)``.
+    and ``finalize_model_grads_func``, called at the end as ``f(chunks, num_tokens, pg_collection=...)``: None, or with
+    ``calculate_per_token_loss`` a tensor with the number of tokens of this rank's losses, 0 before the last stage.
 
     Args:
         forward_step_func: ``(data_iterator, model) -> (output, loss_func)``, called once per micro-batch and chunk.
             On the last stage ``loss_func(output)`` returns ``(loss, data)``, where the scalar loss is divided by
             ``num_microbatches`` (for a mean over all tokens, multiply the sum over them by ``num_microbatches``), or
-            ``(loss, num_tokens, data)``, where the loss is divided by both. The loss of a pair is multiplied by the
-            number of context-parallel ranks: it is this rank's sum, divided by the tokens of all of them.
+            ``(loss, num_tokens, data)``, where the loss is divided by both, or with ``calculate_per_token_loss`` by
+            neither. The loss of a pair is multiplied by the number of context-parallel ranks: it is this rank's sum,
+            divided by the tokens of all of them.
         data_iterator: argument for ``forward_step_func``; with several chunks a list, one per chunk.
         model: this stage's chunk, or a list of its chunks in order.
         num_microbatches: number of micro-batches in this step.
@@ -133,6 +137,12 @@ def _forward_backward_func(
         group_size = hooks.microbatch_group_size_per_vp_stage if num_stages > 1 else None
         table = make_schedule(schedule, num_stages, num_microbatches, len(chunks), group_size=group_size)
     loss_funcs: dict[int, Callable[..., Any]] = {}
+    # A stage may have no parameters.
+    first = next((param for chunk in chunks for param in chunk.parameters()), None)
+    device = default_device(groups.pp) if first is None else first.device
+    total = (
+        torch.zeros([], dtype=torch.int, device=device) if getattr(config, "calculate_per_token_loss", False) else None
+    )
 
     def forward(micro_batch: int, chunk: int) -> Tensor:
         try:
@@ -151,18 +161,26 @@ def _forward_backward_func(
         scalar, *num_tokens, data = loss_func(output)
         if not num_tokens and cp_group is not None:
             scalar = scalar * cp_group.size()
-        for count in num_tokens:
-            scalar = scalar / torch.clamp(torch.as_tensor(count, device=scalar.device), min=1)
-        scalar = scalar / num_microbatches
+        if num_tokens and total is not None:
+            total.add_(torch.as_tensor(num_tokens[0], device=device).detach().to(total.dtype))
+        else:
+            for count in num_tokens:
+                scalar = scalar / torch.clamp(torch.as_tensor(count, device=scalar.device), min=1)
+            scalar = scalar / num_microbatches
         return scalar if hooks.grad_scale_func is None else hooks.grad_scale_func(scalar), data
 
     for layer in [] if only_forward else [each for chunk in chunks for each in chunk.modules()]:
         if isinstance(layer, MoELayer):
-            # Losses that balance experts are scaled as the loss of a micro-batch.
+            # Losses that balance experts are scaled as the loss of a micro-batch, or as the sum of its tokens' losses.
             scale = 1.0 if hooks.grad_scale_func is None else float(hooks.grad_scale_func(torch.ones(())))
             layer.loss_scale = scale * layer.router.num_position_ranks / num_microbatches
-    # A stage may have no parameters.
-    first = next((param for chunk in chunks for param in chunk.parameters()), None)
+            if total is not None:
+                layer.loss_scale = scale * seq_length * micro_batch_size
+                if varies and (layer.spec.aux_loss or layer.spec.z_loss):
+                    raise ConfigError(
+                        "calculate_per_token_loss and variable_seq_lengths are set, with losses that balance experts, "
+                        "which count the tokens of a micro-batch; leave out one of the three"
+                    )
     pipeline: engine.Pipeline[Any] = engine.Pipeline(chunks, group=groups.pp)
     checked, length = chunks if num_stages * len(chunks) > 1 and not varies else [], seq_length
     shape: tuple[int | None, ...] = (None, None, config.hidden_size)
@@ -177,7 +195,7 @@ def _forward_backward_func(
             shape=shape,
             dtype=hooks.pipeline_dtype or config.params_dtype,
             input_dtype=config.params_dtype,
-            device=default_device(groups.pp) if first is None else first.device,
+            device=device,
             forward_only=only_forward,
             no_sync=_all_of(hooks.no_sync_func),
         )
@@ -188,7 +206,7 @@ def _forward_backward_func(
         if buffers is not None:
             drain_embedding_wgrad_compute(_config_of(chunk), *buffers, _output_weight_of(chunk), tp_group)
     if hooks.finalize_model_grads_func is not None:
-        hooks.finalize_model_grads_func(chunks, None, pg_collection=groups)
+        hooks.finalize_model_grads_func(chunks, total, pg_collection=groups)
     return results
 
 
@@ -462,7 +480,7 @@ def _each(function: Callable[..., Any], *arguments: Any, at_end: bool) -> Any:
     return results if lists[0] is arguments[0] else results[0]
 
 
-def _named(schedule: str) -> Callable[..., list[Any]]:
+def _named(name: str, schedule: str) -> Callable[..., list[Any]]:
     def run(
         *,
         adjust_tensor_shapes_fn: None = None,
@@ -478,12 +496,13 @@ def _named(schedule: str) -> Callable[..., list[Any]]:
             )
         return _forward_backward_func(schedule=schedule, **arguments)
 
+    run.__name__ = name
     return run
 
 
-forward_backward_no_pipelining = _named("1f1b")
-forward_backward_pipelining_without_interleaving = _named("1f1b")
-forward_backward_pipelining_with_interleaving = _named("interleaved")
+forward_backward_no_pipelining = _named("forward_backward_no_pipelining", "1f1b")
+forward_backward_pipelining_without_interleaving = _named("forward_backward_pipelining_without_interleaving", "1f1b")
+forward_backward_pipelining_with_interleaving = _named("forward_backward_pipelining_with_interleaving", "interleaved")
 
 offer(
     globals(),

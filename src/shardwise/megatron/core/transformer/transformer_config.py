@@ -122,6 +122,8 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
         no_rope_freq: layers without rotary positions: every n-th for an integer ``n``; for a list, those with a 1.
         pipeline_model_parallel_layout: the layers of each chunk of each stage, as a ``PipelineParallelLayerLayout`` or
             its argument; None for the engine's distribution.
+        calculate_per_token_loss: whether ``DistributedDataParallel`` sums gradients, which ``finalize_model_grads``
+            divides by the number of tokens that ``loss_func`` returned on all ranks.
         num_moe_experts: number of experts; None for a dense model, which ignores the fields ``moe_*``. ``experts`` is
             made of these fields.
         moe_layer_freq: layers with experts, for ``get_gpt_decoder_block_spec``: the first and then every n-th for an
@@ -176,6 +178,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     pipeline_model_parallel_layout: str | list[Any] | PipelineParallelLayerLayout | None = field(
         default=None, kw_only=True
     )
+    calculate_per_token_loss: bool = field(default=False, kw_only=True)
 
     num_moe_experts: int | None = field(default=None, kw_only=True)
     moe_layer_freq: int | list[int] = field(default=1, kw_only=True)
