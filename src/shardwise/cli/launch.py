@@ -80,11 +80,7 @@ def shardwise_command(*arguments: str) -> list[str]:
 
 def physical_cores() -> int:
     """Return the number of physical cores this process may use, or of logical cores if siblings are unknown."""
-    if hasattr(os, "sched_getaffinity"):
-        usable = os.sched_getaffinity(0)
-    else:
-        usable = set(range(os.cpu_count() or 1))
-    return len({_siblings(cpu) for cpu in usable})
+    return len({_siblings(cpu) for cpu in os.sched_getaffinity(0)})
 
 
 def _siblings(cpu: int) -> str:

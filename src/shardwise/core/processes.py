@@ -163,10 +163,9 @@ def in_forks(function: Callable[[_T], _R], arguments: Sequence[_T]) -> list[_R]:
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     groups = sys.modules.get("torch.distributed")
     is_rank = groups is not None and groups.is_initialized()
-    number = min(cores, len(arguments))
+    number = min(len(os.sched_getaffinity(0)), len(arguments))
     if number > 1 and not is_rank and not multiprocessing.current_process().daemon:
         # A fork has no threads but its own. An unreachable process group of gloo would wait for its threads forever
         # when a fork collects it, so this process collects it before, and forks keep what they inherit.

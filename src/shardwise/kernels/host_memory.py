@@ -11,7 +11,6 @@ A new 32 MiB tensor causes 8,192 page faults, which take a tenth of the time of 
 
 import ctypes
 import os
-import sys
 from collections.abc import Callable
 from functools import cache
 
@@ -70,8 +69,6 @@ def _madvise() -> Callable[..., int] | None:
 @cache
 def _c_function(name: str, *argument_types: type) -> Callable[..., int] | None:
     """Return a function of Linux's C library that returns an ``int``; None if there is none."""
-    if not sys.platform.startswith("linux"):
-        return None
     # C libraries other than GNU's have no mallopt.
     function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     if function is not None:

@@ -8,7 +8,6 @@ import logging
 import re
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -124,8 +123,7 @@ def peak_memory(device: torch.device) -> tuple[str, int]:
         status = Path("/proc/self/status").read_text()
         return "peak_resident_bytes", 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return "peak_resident_bytes", unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return "peak_resident_bytes", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int, *, trains_weights: bool = True) -> int:

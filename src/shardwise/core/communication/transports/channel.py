@@ -52,10 +52,6 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_FOR_NOTES = 20.0
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def channel_bytes(t: int) -> int:
     """Size in bytes of the shared memory of a channel of ``t`` ranks."""
     return _slots_offset(t) + NUM_SLOTS * t * SLOT_BYTES
@@ -87,7 +83,7 @@ class Channel:
         self._processes, self._timeout = processes, timeout
         self._others = [other for other in range(self.t) if other != rank]
         # If ranks share cores, a spinning rank can occupy the core that the other rank needs.
-        self._yield_seconds = _YIELD_SECONDS if self.t <= _num_cores() else 0.0
+        self._yield_seconds = _YIELD_SECONDS if self.t <= len(os.sched_getaffinity(0)) else 0.0
         words = _notes_offset(self.t)
         # Reading a number through a memoryview takes a tenth of the time of a tensor or an array.
         self._words = memoryview(cast(Any, memory[:words].view(torch.int64).numpy()))
