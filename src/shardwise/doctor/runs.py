@@ -15,8 +15,7 @@ from shardwise.doctor.places import Axes
 from shardwise.doctor.recorder import Recorder
 from shardwise.doctor.recording import check_replaceable
 from shardwise.doctor.repeating import ONE_RANK, RecordedSteps, alone, check_dropout, other_rounding
-from shardwise.run.checkpoint_writer import lock_folder
-from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.checkpoint_writer import open_run
 from shardwise.run.session import open_session
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.task import Session
@@ -44,12 +43,8 @@ def diagnose_run(
         ConfigError: the layout has one rank, layouts drop other elements, the settings do not fit the ranks, another
             process uses ``out``, or the folder of a recording has something else.
     """
-    overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
     folder = Path(settings.out) / "doctor"
-    with (
-        open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
-        lock_folder(Path(settings.out), ranks),
-    ):
+    with open_run(settings) as ranks:
         if ranks.world_size == 1:
             raise ConfigError("the doctor compares several ranks with one, and this run has one; give --nproc, --tp...")
         if settings.training.steps < steps:

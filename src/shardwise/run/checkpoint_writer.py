@@ -25,7 +25,8 @@ from shardwise.run.checkpoints import begin_save
 from shardwise.run.metrics import read_metrics
 from shardwise.run.out_of_memory import memory_for_copies
 from shardwise.run.pictures import draw_runs
-from shardwise.run.processes.ranks import Ranks
+from shardwise.run.processes.ranks import Ranks, open_ranks
+from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.task import Outcome, Session
 from shardwise.storage.checkpoint import PendingSave, Snapshot
 from shardwise.storage.checkpoint.folder import clear_unfinished
@@ -170,6 +171,17 @@ def _write_sample(session: Session) -> None:
 
 # Temporary file names of ``files.write_atomically``, of adapters and of exports.
 _UNFINISHED = re.compile(r"\..+\.shardwise-file-.+\.tmp|adapter_\w+\.\w+\.new|export\.partial|\.export\.partial\..*")
+
+
+@contextmanager
+def open_run(settings: RunSettings) -> Iterator[Ranks]:
+    """Join the other ranks of a run, and lock its folder, for the duration of the block."""
+    overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
+    with (
+        open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
+        lock_folder(Path(settings.out), ranks),
+    ):
+        yield ranks
 
 
 @contextmanager

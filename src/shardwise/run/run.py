@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,10 +21,9 @@ from shardwise.core.errors import REPORT, DivergenceError, UnwritableError
 from shardwise.core.json_text import read_json
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.banner import banner
-from shardwise.run.checkpoint_writer import CheckpointWriter, finish, lock_folder
+from shardwise.run.checkpoint_writer import CheckpointWriter, finish, open_run
 from shardwise.run.checkpoints import find_newest, start_or_resume
 from shardwise.run.metrics import SAMPLES, MetricsWriter, Progress
-from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.processes.stopping import Interrupted, Postponed, signals_postponed
 from shardwise.run.session import metrics_of, open_session
 from shardwise.run.settings import RunSettings
@@ -39,11 +37,7 @@ from shardwise.training.hooks import StepHooks
 
 def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Outcome:
     """Execute a whole run; every rank calls. If one rank fails, every rank raises the same error."""
-    overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
-    with (
-        open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
-        lock_folder(Path(settings.out), ranks),
-    ):
+    with open_run(settings) as ranks:
         agree(lambda: find_newest(settings), group=ranks.control)
         session = open_session(settings, ranks, make_task)
         # A fault that it finds in the first layer is an error.
