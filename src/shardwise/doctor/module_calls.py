@@ -30,6 +30,7 @@ from shardwise.doctor.places import (
 )
 from shardwise.doctor.sketch_store import SketchStore
 from shardwise.models.experts.routing import row_hashes
+from shardwise.nn.recompute import in_backward
 
 
 class ModuleCalls:
@@ -97,7 +98,7 @@ class ModuleCalls:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_done or torch.compiler.is_compiling():
                 return
-            if torch._C._current_graph_task_id() != -1:
+            if in_backward():
                 waiting = self._without_graph[name]
                 self._recomputed.append((name, waiting.pop(0) if waiting else Key("", name, -1)))
                 return
@@ -141,7 +142,7 @@ class ModuleCalls:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if self.is_done or torch.compiler.is_compiling():
                 return None
-            is_recomputed = torch._C._current_graph_task_id() != -1
+            is_recomputed = in_backward()
             stack = self._recomputed if is_recomputed else self._stack
             # A call that failed left its entry.
             while stack and stack[-1][0] != name:

@@ -56,6 +56,11 @@ def is_kept_briefly() -> bool:
     return not torch.compiler.is_compiling() and bool(_PHASES.recomputing)
 
 
+def in_backward() -> bool:
+    """Return whether a backward runs, which recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Recomputation(AbstractContextManager[None]):
     """Context that restores the random state of the first forward. Entered once for each backward."""
 

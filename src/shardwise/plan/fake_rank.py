@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.core.sharding import Interval
 from shardwise.core.sharding.balanced import is_sharded, local_rows
 from shardwise.core.sharding.param_layout import holders, segments
 from shardwise.core.topology import Groups, Topology
@@ -33,6 +32,7 @@ from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.block import spans_of
 from shardwise.models.transformer_model import TransformerModel
+from shardwise.nn.recompute import in_backward
 from shardwise.nn.replicated import named_param_layouts
 from shardwise.plan.steps import ACTIONS, BACKWARD, FORWARD, START
 from shardwise.plan.timeline import PhaseLabel, Segment, Timeline, Transfer, address, read_at_once
@@ -234,7 +234,8 @@ def totals_of(workload: Workload, groups: Groups, timeline: Timeline) -> RankTot
         shares, dp = trainer.zero.parameters.shares.values(), trainer.dp_group.size()
         # Another number of ranks may share the parts of experts.
         owned = tuple(
-            sum(_length(each.intervals[rank * len(each.intervals) // dp]) for each in shares) for rank in range(dp)
+            sum(stop - start for start, stop in (each.intervals[rank * len(each.intervals) // dp] for each in shares))
+            for rank in range(dp)
         )
     return RankTotals(number, state, makes_gradients, owned, ends, trainer.gradients.num_sums)
 
@@ -259,10 +260,6 @@ def _saved_bytes(trainer: Trainer, *, pinned: bool) -> int:
             writers = shard.data.size(layout.dim) / shares if shares else 1.0
         total += _rounded(shard.data, pinned) / (dp * writers)
     return round(total)
-
-
-def _length(interval: Interval) -> int:
-    return interval[1] - interval[0]
 
 
 def _rounded(tensor: Tensor, pinned: bool) -> int:
@@ -369,7 +366,7 @@ class _Spans:
         self._place = 0
 
     def __call__(self, hidden: Tensor) -> None:
-        if _in_backward() or not torch.is_grad_enabled():
+        if in_backward() or not torch.is_grad_enabled():
             return
         place, self._place = self._place, (self._place + 1) % (self.last + 1)
         micro_batch = self.current[0].micro_batch
@@ -380,7 +377,3 @@ class _Spans:
     def _after(self, gradient: Tensor, micro_batch: int, place: int) -> Tensor:
         self.begin(PhaseLabel(BACKWARD, micro_batch, self.chunk, self.last + 1 - place))
         return gradient
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

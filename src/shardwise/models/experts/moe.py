@@ -39,6 +39,7 @@ from shardwise.models.experts.spec import Experts
 from shardwise.models.experts.token_dispatch import Dispatcher, dispatcher_of
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
 from shardwise.nn.module import GroupModule, ShardedModule
+from shardwise.nn.recompute import in_backward
 from shardwise.nn.weight_gradient import DelayedRuns
 
 
@@ -300,7 +301,7 @@ class MoELayer(GroupModule):
             output = _WithLoss.apply(output, loss, partial(torch.full_like, loss.detach(), self.loss_scale))
         if self.spec.pools_layers:
             output = self._with_pooled_loss(output, routing, sequences, batch.choices)
-        if self.statistics is not None and not _is_backward():
+        if self.statistics is not None and not in_backward():
             self.router.count_(self.statistics, routing, sequences, loss, fits)
         return output
 
@@ -310,7 +311,7 @@ class MoELayer(GroupModule):
         """Give the scores the gradient of a loss that depends on all layers' choices, which a backward knows."""
         scores, choices = self.router.to_balance(routing, sequences)
         pool = [] if pool is None else pool
-        if not _is_backward():
+        if not in_backward():
             pool.append(choices)
         scale, statistics, values = self.loss_scale, self.statistics, scores.detach()
 
@@ -363,8 +364,3 @@ class SharedGate(ShardedModule):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[..., h]`` to ``[..., 1]``."""
         return F.linear(hidden, self.weight).sigmoid()
-
-
-def _is_backward() -> bool:
-    """Whether a backward runs, which recomputes."""
-    return torch._C._current_graph_task_id() != -1
