@@ -261,3 +261,13 @@ class _SoftmaxOfRows(Function):
         grad, whole = (F.pad(each, (0, -output.size(-1) % _LANES)) for each in (grad_output, output))
         gradient = torch._softmax_backward_data(grad, whole, -1, output.dtype)
         return gradient[..., : output.size(-1)].contiguous()
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return ``[n, width]``: a view if rows are evenly spaced and columns adjacent, otherwise a copy."""
+    return with_columns_together(tensor.reshape(-1, tensor.size(-1)))
+
+
+def with_columns_together(tensor: Tensor) -> Tensor:
+    """Return the tensor if its columns are adjacent, otherwise a copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()

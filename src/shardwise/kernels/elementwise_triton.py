@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.elementwise import rows_of, with_columns_together
+
 # Triton's convention: compile-time constants have names in capitals.
 # ruff: noqa: N803
 
@@ -183,7 +185,7 @@ def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backw
     """Compute ``elementwise.rotate``, optionally by the negative angles; autograd does not record this."""
     output = torch.empty(input_.shape, dtype=input_.dtype, device=input_.device)
     _launch(
-        _with_columns_together(input_),
+        with_columns_together(input_),
         (output, output, output),
         (cos, sin),
         per_group=input_.size(2),
@@ -204,7 +206,7 @@ def split_and_rotate(
     query = mixed.new_empty(s, b, num_groups * per_group, head_dim)
     key, value = (mixed.new_empty(s, b, num_groups, head_dim) for _ in range(2))
     _launch(
-        _with_columns_together(mixed).unflatten(2, (-1, head_dim)),
+        with_columns_together(mixed).unflatten(2, (-1, head_dim)),
         (query, key, value),
         (cos, sin),
         per_group=per_group,
@@ -225,7 +227,7 @@ def split_and_rotate_gradient(
     mixed = query.new_empty(s, b, num_groups * (per_group + 2), head_dim)
     _launch(
         mixed,
-        (_with_columns_together(query), _with_columns_together(key), _with_columns_together(value)),
+        (with_columns_together(query), with_columns_together(key), with_columns_together(value)),
         (cos, sin),
         per_group=per_group,
         num_others=2,
@@ -293,12 +295,3 @@ def _num_warps(block: int) -> int:
 
 def _is_double(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float64
-
-
-def rows_of(tensor: Tensor) -> Tensor:
-    """Return ``[n, width]``: a view if rows are evenly spaced and columns adjacent, otherwise a copy."""
-    return _with_columns_together(tensor.reshape(-1, tensor.size(-1)))
-
-
-def _with_columns_together(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()

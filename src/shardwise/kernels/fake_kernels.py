@@ -15,19 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from shardwise.kernels.elementwise import rows_of, with_columns_together
 from shardwise.kernels.loss_reference import compute_dtype
 from shardwise.kernels.partial_attention import is_causal_bias
 
 # As in ``norms_triton``.
 _PROGRAMS = 264
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return _with_columns_together(tensor.reshape(-1, tensor.size(-1)))
-
-
-def _with_columns_together(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
 
 
 def row_statistics(logits: Tensor, target_local: Tensor, *, want_sum: bool = False, **options: Any) -> Tensor:
@@ -41,20 +34,20 @@ def gradient_(*tensors: Any, **options: Any) -> None:
 def swiglu(inner: Tensor) -> Tensor:
     """Allocate the ``[..., f]`` product of SwiGLU on ``[..., 2 f]``."""
     output = inner.new_empty(*inner.shape[:-1], inner.size(-1) // 2)
-    _read = _rows(inner)
+    _read = rows_of(inner)
     return output
 
 
 def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
     """The gradient of ``swiglu``'s input."""
     gradient = inner.new_empty(inner.shape)
-    _read = _rows(inner), _rows(grad_output)
+    _read = rows_of(inner), rows_of(grad_output)
     return gradient
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
     output = input_.new_empty(input_.shape)
-    _read = _with_columns_together(input_), cos.contiguous(), sin.contiguous()
+    _read = with_columns_together(input_), cos.contiguous(), sin.contiguous()
     return output
 
 
@@ -64,7 +57,7 @@ def split_and_rotate(
     s, b, rows = mixed.shape
     groups = rows // (head_dim * (per_group + 2))
     query, key, value = (mixed.new_empty(s, b, heads, head_dim) for heads in (groups * per_group, groups, groups))
-    _read = _with_columns_together(mixed), cos.contiguous(), sin.contiguous()
+    _read = with_columns_together(mixed), cos.contiguous(), sin.contiguous()
     return query, key, value
 
 
@@ -74,13 +67,13 @@ def split_and_rotate_gradient(
     """The gradient of ``split_and_rotate``'s input."""
     s, b, _, head_dim = key.shape
     gradient = query.new_empty(s, b, (query.size(2) + 2 * key.size(2)) * head_dim)
-    _read = *map(_with_columns_together, (query, key, value)), cos.contiguous(), sin.contiguous()
+    _read = *map(with_columns_together, (query, key, value)), cos.contiguous(), sin.contiguous()
     return gradient
 
 
 def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, its norm, and a number for each row."""
-    _read = _rows(residual), _rows(added)
+    _read = rows_of(residual), rows_of(added)
     total, normed = (residual.new_empty(residual.shape) for _ in range(2))
     return total, normed, residual.new_empty(residual.shape[:-1].numel(), dtype=compute_dtype(residual.dtype))
 
@@ -89,8 +82,8 @@ def add_rms_norm_gradient(
     total: Tensor, weight: Tensor, scale: Tensor, grad_normed: Tensor, grad_total: Tensor | None, *, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of either term of the sum and of the weight."""
-    rows = _rows(grad_normed)
-    _read = None if grad_total is None else _rows(grad_total)
+    rows = rows_of(grad_normed)
+    _read = None if grad_total is None else rows_of(grad_total)
     gradient = torch.empty_like(total)
     sums = scale.new_empty(min(rows.size(0), _PROGRAMS) if needs_weight else 0, rows.size(1))
     return gradient, sums.sum(0).to(weight.dtype) if needs_weight else None

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.elementwise_triton import rows_of
+from shardwise.kernels.elementwise import rows_of
 
 # Triton's convention: compile-time constants have names in capitals.
 # ruff: noqa: N803
