@@ -21,7 +21,6 @@ from shardwise.nn.loss import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 CANDIDATES = ("ours_local", "ours_chunked", "ours_plain", "dtensor", "reference", "three_gemms", "four_gemms")
-ONE_RANK_CANDIDATES = ("ours_local", "ours_chunked", "linear_and_cross_entropy", "linear_cross_entropy")
 
 
 def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> dict[str, Candidate]:
