@@ -571,14 +571,7 @@ class PlainAttention(nn.Module):
         for name in ("query", "key", "value", "output"):
             setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=name == "output"))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        query, key, value = (
-            each(hidden).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for each in (self.query, self.key, self.value)
-        )
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = self.output(context.transpose(1, 2).flatten(2))
-        return result
+    forward = Attention.forward
 
 
 class PlainLayer(nn.Module):

@@ -77,28 +77,18 @@ def test_a_fault_of_four_ranks_is_named(script, group, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_without_a_third_recording_the_rounding_is_estimated(group, tmp_path):
-    (sound, *_), (wrong, *_) = SOUND, SCRIPTS
-    for script, folder in ((sound, tmp_path / "sound"), (wrong, tmp_path / "wrong")):
-        record_script(script, group, folder, is_planted=script is wrong)
-    dist.barrier(group)
-    if group.rank() == 0:
-        assert diagnose(tmp_path / "sound/one", tmp_path / "sound/parallel").is_sound
-        diagnosis = diagnose(tmp_path / "wrong/one", tmp_path / "wrong/parallel")
-        assert diagnosis.first is not None
-        assert diagnosis.first.module in wrong.modules
-        assert "estimated" in diagnosis.notes[0]
-    dist.barrier(group)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-def test_a_parallel_reference_is_compared_rank_by_rank(group, tmp_path):
+def test_without_a_third_recording_and_with_a_parallel_reference(group, tmp_path):
+    """The rounding is estimated; a parallel reference is compared rank by rank."""
     script = SCRIPTS[0]
     record_script(script, group, tmp_path / "wrong", is_planted=True)
     record_script(script, group, tmp_path / "sound", is_planted=False)
     dist.barrier(group)
     if group.rank() == 0:
+        assert diagnose(tmp_path / "sound/one", tmp_path / "sound/parallel").is_sound
+        diagnosis = diagnose(tmp_path / "wrong/one", tmp_path / "wrong/parallel")
+        assert diagnosis.first is not None
+        assert diagnosis.first.module in script.modules
+        assert "estimated" in diagnosis.notes[0]
         assert diagnose(tmp_path / "sound/parallel", tmp_path / "sound/parallel").is_sound
         first = diagnose(tmp_path / "sound/parallel", tmp_path / "wrong/parallel").first
         assert first is not None

@@ -24,10 +24,7 @@ def assert_close_to(actual: Tensor, expected: Tensor, *, rtol_of_norm: float, na
     ``expected`` is all zeros, ``actual`` must be too.
     """
     __tracebackhide__ = True
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        raise AssertionError(
-            f"{name}: {list(actual.shape)} of {actual.dtype}, expected {list(expected.shape)} of {expected.dtype}"
-        )
+    _check_kind(actual, expected, name)
     wide = torch.complex128 if actual.is_complex() else torch.float64
     a, e = actual.detach().to("cpu", wide), expected.detach().to("cpu", wide)
     difference = torch.where(a == e, torch.zeros_like(e), a - e).abs()
@@ -48,10 +45,7 @@ def assert_close_to(actual: Tensor, expected: Tensor, *, rtol_of_norm: float, na
 def assert_bit_equal(actual: Tensor, expected: Tensor, *, name: str = "result") -> None:
     """Assert that two tensors have the same shape, dtype and bits. NaNs with equal bits are equal; 0 and -0 differ."""
     __tracebackhide__ = True
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        raise AssertionError(
-            f"{name}: {list(actual.shape)} of {actual.dtype}, expected {list(expected.shape)} of {expected.dtype}"
-        )
+    _check_kind(actual, expected, name)
     differs = (_bits(actual) != _bits(expected)).any(dim=-1)
     if not bool(differs.any()):
         return
@@ -61,6 +55,14 @@ def assert_bit_equal(actual: Tensor, expected: Tensor, *, name: str = "result") 
         f"{name}: {int(differs.sum())} of {actual.numel()} elements differ; first at {index}: "
         f"{actual.detach().flatten()[first].item()!r}, expected {expected.detach().flatten()[first].item()!r}"
     )
+
+
+def _check_kind(actual: Tensor, expected: Tensor, name: str) -> None:
+    __tracebackhide__ = True
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(
+            f"{name}: {list(actual.shape)} of {actual.dtype}, expected {list(expected.shape)} of {expected.dtype}"
+        )
 
 
 def _bits(tensor: Tensor) -> Tensor:

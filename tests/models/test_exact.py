@@ -120,35 +120,27 @@ def test_context_parallelism(group, kind, options, monkeypatch):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("axis", "options", "message"),
     [
-        ({"exact_parts": 6}, "exact_parts is 6; it must be a power of two"),
-        ({"exact_parts": 8, "ffn_hidden_size": 130}, "the largest exact_parts that works is 2$"),
+        ("tp", {"exact_parts": 6}, "exact_parts is 6; it must be a power of two"),
+        ("tp", {"exact_parts": 8, "ffn_hidden_size": 130}, "the largest exact_parts that works is 2$"),
         (
+            "tp",
             {"exact_parts": 8, "num_query_groups": 1},
             "num_query_groups is 1, fewer than the 2 tensor-parallel ranks, .*; use tp 1 at most, or no exact mode$",
         ),
-        ({"exact_parts": 8, "attention_sinks": True}, "attention_sinks cannot be used with exact_parts"),
-        ({"exact_parts": 8, "defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute has no exact form"),
+        ("tp", {"exact_parts": 8, "attention_sinks": True}, "attention_sinks cannot be used with exact_parts"),
+        (
+            "tp",
+            {"exact_parts": 8, "defer_embedding_wgrad_compute": True},
+            "defer_embedding_wgrad_compute has no exact form",
+        ),
+        ("cp", {"exact_parts": 2}, "need a power of two of context-parallel ranks .* there are tp 1 and cp 2"),
+        ("cp", {"exact_parts": 8, "num_query_groups": 1}, "num_query_groups is 1, and tp 1 x cp 2 ranks share"),
     ],
 )
-def test_what_has_no_exact_form_is_refused(group, options, message):
-    topology = Topology.create(tp=2)
-    with pytest.raises(ConfigError, match=message):
-        one_step("llama", topology, **options)
-    topology.destroy()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exact_parts": 2}, "need a power of two of context-parallel ranks .* there are tp 1 and cp 2"),
-        ({"exact_parts": 8, "num_query_groups": 1}, "num_query_groups is 1, and tp 1 x cp 2 ranks share"),
-    ],
-)
-def test_context_parallelism_that_has_no_exact_form(group, options, message):
-    topology = Topology.create(cp=2)
+def test_what_has_no_exact_form_is_refused(group, axis, options, message):
+    topology = Topology.create(**{axis: 2})
     with pytest.raises(ConfigError, match=message):
         one_step("llama", topology, **options)
     topology.destroy()

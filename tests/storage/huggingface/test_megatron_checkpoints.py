@@ -73,9 +73,12 @@ def test_logits_at_other_layouts_are_megatrons(group: dist.ProcessGroup, case: s
     assert_are_megatrons(logits_of(KEPT / case, group.size()), case)
 
 
-def test_both_forms_and_the_folder_of_an_iteration_are_one_model() -> None:
-    one, other = MegatronFolder(KEPT / "llama"), MegatronFolder(KEPT / "llama_ranks" / ITERATION)
-    assert one.tensors.keys() == other.tensors.keys()
+@pytest.mark.parametrize("folder", [f"llama_ranks/{ITERATION}", "llama_newer"])
+def test_other_forms_and_the_folder_of_an_iteration_are_the_same_model(folder: str) -> None:
+    """Files of ranks, and the form of megatron-core 0.19."""
+    one, other = MegatronFolder(KEPT / "llama"), MegatronFolder(KEPT / folder)
+    assert not (other.path / "common.pt").exists()
+    assert (one.config, one.iteration, one.tensors.keys()) == (other.config, other.iteration, other.tensors.keys())
     for name, stored in one.tensors.items():
         whole = (0,) * len(stored.shape), stored.shape
         torch.testing.assert_close(one.read(name, *whole), other.read(name, *whole), rtol=0, atol=0)
@@ -95,15 +98,6 @@ def test_layers_of_more_than_ten_interleaved_chunks_are_in_order(tmp_path: Path)
     _, chunks = rank_chunks(tmp_path)
     found = [read_chunks(chunks[f"decoder.layers.{layer}.{name}"], (0,), (2,)) for layer in range(2 * num_chunks)]
     assert [each.tolist() for each in found] == [[layer, layer] for layer in range(2 * num_chunks)]
-
-
-def test_the_form_of_megatron_core_0_19_is_the_same_model() -> None:
-    one, other = MegatronFolder(KEPT / "llama"), MegatronFolder(KEPT / "llama_newer")
-    assert not (other.path / "common.pt").exists()
-    assert (one.config, one.iteration, one.tensors.keys()) == (other.config, other.iteration, other.tensors.keys())
-    for name, stored in one.tensors.items():
-        whole = (0,) * len(stored.shape), stored.shape
-        torch.testing.assert_close(one.read(name, *whole), other.read(name, *whole), rtol=0, atol=0)
 
 
 def test_names_of_transformer_engine_and_of_single_shards() -> None:

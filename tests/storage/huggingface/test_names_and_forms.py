@@ -40,6 +40,13 @@ def rewritten(
     return target
 
 
+def assert_same_weights(folder: Path, source: Path, one_rank: Any) -> None:
+    found, expected = (load_pretrained(each, groups=one_rank).state_dict() for each in (folder, source))
+    assert found.keys() == expected.keys()
+    for key, param in found.items():
+        assert_bit_equal(param, expected[key], name=key)
+
+
 def without_prefix(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
@@ -57,16 +64,13 @@ def test_names_without_prefix_and_buffers(
         "bert": {"embeddings.position_ids": torch.arange(17).unsqueeze(0)},
     }.get(name, {})
     folder = rewritten(source, tmp_path / "old", lambda tensors: without_prefix(prefix)(tensors) | buffers)
-    expected = load_pretrained(source, groups=one_rank).state_dict()
-    for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
-        assert_bit_equal(param, expected[key], name=key)
+    assert_same_weights(folder, source, one_rank)
 
 
 def test_an_equal_copy_of_a_tied_weight_changes_nothing(
     make: Callable[[str], Reference], tmp_path: Path, one_rank: Any
 ) -> None:
     source = make("gpt2").folder
-    expected = load_pretrained(source, groups=one_rank).state_dict()
 
     def with_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
@@ -76,8 +80,7 @@ def test_an_equal_copy_of_a_tied_weight_changes_nothing(
 
     for number, change in enumerate((with_copy, copy_alone)):
         folder = rewritten(source, tmp_path / str(number), change)
-        for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
-            assert_bit_equal(param, expected[key], name=key)
+        assert_same_weights(folder, source, one_rank)
 
 
 def test_layers_for_multi_token_prediction_are_left_out(
@@ -94,12 +97,10 @@ def test_layers_for_multi_token_prediction_are_left_out(
         return change
 
     # With the field, and without it, as in DeepSeek's own class of configs.
-    expected = load_pretrained(source, groups=one_rank).state_dict()
     for name, count in (("stated", 2), ("not stated", None)):
         change = with_layer(3, "eh_proj.weight", "shared_head.head.weight")
         folder = rewritten(source, tmp_path / name, change, num_nextn_predict_layers=count)
-        for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
-            assert_bit_equal(param, expected[key], name=key)
+        assert_same_weights(folder, source, one_rank)
         assert f"{folder} has 1 layer for multi-token prediction (MTP) after the 3 of the model" in caplog.text
     for name, change, count in (
         ("of the model itself", with_layer(3), 1),
@@ -145,9 +146,7 @@ def test_positions_of_old_files_are_no_weights(make: Callable[[str], Reference],
 
     source = make("bert").folder
     folder = rewritten(source, tmp_path / "old", with_positions, dtype=None, torch_dtype=None)
-    expected = load_pretrained(source, groups=one_rank).state_dict()
-    for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
-        assert_bit_equal(param, expected[key], name=key)
+    assert_same_weights(folder, source, one_rank)
 
 
 def test_bert_as_it_was_converted_from_tensorflow(
@@ -164,13 +163,8 @@ def test_bert_as_it_was_converted_from_tensorflow(
             result[name if ending is None else name.removesuffix(ending) + names[ending]] = tensor
         return result | {"cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].clone()}
 
-    model = load_pretrained(
-        rewritten(source, tmp_path / "old", old, architectures=["BertForMaskedLM"]), groups=one_rank
-    )
-    expected = load_pretrained(source, groups=one_rank).state_dict()
-    assert model.state_dict().keys() == expected.keys()
-    for key, param in model.state_dict().items():
-        assert_bit_equal(param, expected[key], name=key)
+    folder = rewritten(source, tmp_path / "old", old, architectures=["BertForMaskedLM"])
+    assert_same_weights(folder, source, one_rank)
 
 
 @pytest.mark.ranks(2)
