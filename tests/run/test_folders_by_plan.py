@@ -224,7 +224,7 @@ def test_preferences_and_plans(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["Ernie4_5_Moe", "MiniMaxM2", "GraniteMoeShared"])
+@pytest.mark.parametrize("kind", ["Ernie4_5_Moe", "MiniMaxM2", "GraniteMoeShared", "BailingHybrid"])
 def test_files_with_a_tensor_for_each_expert(group: dist.ProcessGroup, tmp_path: Path, kind: str) -> None:
     experts = {"moe_intermediate_size": 10, "moe_num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
     if group.rank() == 0:
@@ -239,14 +239,48 @@ def test_files_with_a_tensor_for_each_expert(group: dist.ProcessGroup, tmp_path:
     save_pretrained(model, tmp_path / "again", source=tmp_path / "base")
     base, again = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "again"))
     assert base.keys() == again.keys()
-    assert any(re.search(r"\.experts\.2\.|\.input_linear\.", name) for name in base)
+    assert any(re.search(r"\.experts\.2\.|\.input_linear\.|\.q_conv1d\.", name) for name in base)
     assert all(torch.equal(base[name], again[name]) for name in base)
 
 
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.mark.ranks(1, 2, 3, slow=(2, 3))
+def test_a_convolution_is_read_and_written_as_those_of_queries_keys_and_values(
+    group: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    base, again = tmp_path / "base", tmp_path / "again"
+    name, groups = "model.layers.0.linear_attn.{}conv1d.weight", Groups(tp=group)
+    if group.rank() == 0:
+        # Values are twice as wide as keys.
+        save("OlmoHybrid", base, **LINEAR)
+    dist.barrier(group)
+    save_pretrained(load_pretrained(base, groups=groups), again, source=base)
+    # transformers writes three equal parts, whatever the widths.
+    thirds, parts = (
+        {each: load_file(folder / "model.safetensors")[name.format(f"{each}_")] for each in "qkv"}
+        for folder in (base, again)
+    )
+    assert {len(each) for each in thirds.values()} == {len(parts["q"]) * 4 // 3}
+    assert len(parts["v"]) == 2 * len(parts["q"]) == 2 * len(parts["k"])
+    assert torch.equal(torch.cat([*parts.values()]), torch.cat([*thirds.values()]))
+    for folder in (base, again):
+        model = load_pretrained(folder, groups=groups)
+        whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        shards = model.sharded_state_dict()
+        assert shards.keys() == whole.state_dict().keys()
+        for key, tensor in whole.state_dict().items():
+            found = gather_parameter(shards[key].data, shards[key].layout, group=group)
+            assert torch.equal(found.float(), tensor.float()), key
+
+
 @pytest.mark.ranks(1)
-def test_tensors_that_are_made_of_several_are_named(group: dist.ProcessGroup, tmp_path: Path) -> None:
-    save("OlmoHybrid", tmp_path, layer_types=["linear_attention", "full_attention"])
-    made = r"lacks tensor '\S+conv1d.weight', .* makes it of linear_attn.q_conv1d.weight, .*, which is not done here"
+def test_tensors_that_are_made_in_another_way_are_named(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    save("HrmText", tmp_path)
+    made = (
+        r"lacks tensor '\S+gate_proj.weight' .* makes it of model.H_module.layers.0.mlp.gate_up_proj.weight, which is"
+    )
     with pytest.raises(CheckpointError, match=made):
         load_pretrained(tmp_path, groups=Groups(tp=group))
 

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -164,47 +164,72 @@ def _outline(text: str) -> Any:
         return _class_of(own)._from_config(own)
 
 
-_Parts = dict[str, tuple[str, ...]]
+class StoredAs(NamedTuple):
+    """The tensors of files that hold a parameter, or a buffer.
+
+    Attributes:
+        names: names in files; ``*`` stands for the number of an expert.
+        how: ``whole``, the tensor itself; ``rows``, tensors with its rows one after another; ``experts``, the same for
+            each expert of ``[e, rows, ...]``; or empty, another way, which is not read here.
+    """
+
+    names: tuple[str, ...]
+    how: str
+
+
+# Steps from a parameter to its tensors; the dimension of each.
+_WAYS: dict[tuple[tuple[str, int | None], ...], str] = {
+    (("Chunk", 0),): "rows",
+    (("SplitModulelist", 0),): "experts",
+    (("Chunk", 1), ("SplitModulelist", 0)): "experts",
+}
 
 
 @lru_cache(maxsize=8)
-def _stored_names(text: str) -> tuple[dict[str, str], _Parts, _Parts]:
-    model = _outline(text)
+def _conversions_to_files(text: str) -> tuple[list[Any], list[Any]]:
+    """Return the conversions of tensors, of which the first that fits is done, and then those of names, all of them."""
     mapping = importlib.import_module("transformers.conversion_mapping")
-    renamed, experts = {}, {}
-    others: _Parts = {}
-    for each in mapping.get_model_conversion_mapping(model, add_legacy=False):
-        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(each, "operations", ())]
-        # Most patterns are names with dots, escaped or not.
-        patterns = (each.source_patterns, each.target_patterns)
-        sources, targets = (tuple(name.replace("\\.", ".") for name in names) for names in patterns)
-        merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
-        if len(targets) == 1 and steps == [merged, joined][: 1 + (len(sources) > 1)]:
-            experts[targets[0]] = sources
-        elif len(sources) == len(targets) == 1 and not steps and not re.search(r"[\\^$(*]", sources[0] + targets[0]):
-            renamed[targets[0]] = sources[0]
-        else:
-            others |= dict.fromkeys(targets, sources)
-    # The last that is done to names in files is undone first.
-    return dict(reversed(renamed.items())), experts, others
+    found = mapping.get_model_conversion_mapping(_outline(text), add_legacy=False)
+    # As in ``save_pretrained`` of a model that comes from no file, which may have a prefix or not.
+    found = [each.reverse_transform() for each in reversed(found) if type(each).__name__ != "PrefixChange"]
+    of_tensors = [each for each in found if hasattr(each, "operations")]
+    return of_tensors, [each for each in found if each not in of_tensors]
 
 
-def stored_names(config: ModelConfig) -> tuple[dict[str, str], _Parts]:
-    """Return how names in files differ from those of modules.
+def stored_as(config: ModelConfig, name: str) -> StoredAs:
+    """Return how files hold the parameter or buffer of a name in modules, as ``save_pretrained`` writes it."""
+    assert config.transformers_config is not None
+    of_tensors, of_names = _conversions_to_files(config.transformers_config)
+    names, how = [name], "whole"
+    for each in of_tensors:
+        first, pattern = each.rename_source_key(name)
+        if pattern is not None:
+            names = [first.replace(each.target_patterns[0], target, 1) for target in each.target_patterns]
+            steps = tuple((type(step).__name__, getattr(step, "dim", None)) for step in each.operations)
+            is_counted = any(getattr(step, "num_shards_attribute", None) for step in each.operations)
+            how = "" if is_counted or len(each.source_patterns) > 1 else _WAYS.get(steps, "")
+            break
+    for each in of_names:
+        names = [each.rename_source_key(stored)[0] for stored in names]
+    return StoredAs(tuple(names), how)
 
-    Returns:
-        Parts of names that are replaced; and for the ending of each parameter of all experts ``[e, n * rows, ...]`` the
-        endings of its ``n`` tensors of one expert, which ``*`` stands for.
+
+def rows_of_parts(config: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
+    """Return the numbers of rows of the tensors that hold the ``rows`` of a parameter which is stored as ``rows``.
+
+    A convolution of queries, keys and values has as many as their projections. All others have equal parts.
     """
     assert config.transformers_config is not None
-    return _stored_names(config.transformers_config)[:2]
+    number, parent = len(stored_as(config, name).names), name.removesuffix("conv1d.weight")
+    shapes = {each: param.shape for each, param in _outline(config.transformers_config).named_parameters()}
+    sizes = [shapes.get(f"{parent}{each}_proj.weight", (0,))[0] for each in "qkv"]
+    return tuple(sizes) if number == 3 and sum(sizes) == rows else (rows // number,) * number
 
 
 def unread_sources(config: ModelConfig, name: str) -> tuple[str, ...]:
     """Return the names in files of what transformers makes a tensor of, in a way that is not read here; or nothing."""
-    text = config.transformers_config
-    others = {} if text is None else _stored_names(text)[2]
-    return next((sources for target, sources in others.items() if target in name), ())
+    found = None if config.transformers_config is None else stored_as(config, name)
+    return () if found is None or found.how else found.names
 
 
 def vocabulary_parameters(config: ModelConfig) -> set[str]:

@@ -256,8 +256,7 @@ class PretrainedFolder:
     @property
     def table(self) -> Table:
         """Stored tensors of each parameter, by the names of experts that the folder has."""
-        fused = self.architecture.fused and any(each.endswith(".experts.gate_up_proj") for each in self.tensors.tensors)
-        return self.architecture.table_with("fused" if fused else None)
+        return self.architecture.table_of({name: stored.shape for name, stored in self.tensors.tensors.items()})
 
     def change_vocabulary_(self, size: int) -> None:
         """Set the size of the vocabulary, at least 1: the folder's first ids; ids that it lacks get the mean row."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError
 from shardwise.models.config import ModelConfig
 from shardwise.storage.huggingface.fields import ACTIVATIONS, Fields
-from shardwise.storage.huggingface.mapping import Table
+from shardwise.storage.huggingface.mapping import Shape, Table
 
 # A larger size is a mistake. It raises an error before it takes time or memory.
 _LARGEST = {
@@ -157,6 +157,11 @@ class Architecture:
                 "leave it out"
             )
         return {**self.table, **self.fused} if expert_names == "fused" else self.table
+
+    def table_of(self, folder: Mapping[str, Shape]) -> Table:
+        """Return ``table`` with the names of experts that a folder has; ``folder`` has its tensors' shapes."""
+        is_fused = self.fused and any(name.endswith(".experts.gate_up_proj") for name in folder)
+        return self.table_with("fused" if is_fused else None)
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return further fields of the description; here the number of key-value heads and the size of a head."""

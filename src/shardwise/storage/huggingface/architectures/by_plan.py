@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ class ByPlan(Architecture):
     def table_with(self, expert_names: ExpertNames | None) -> Table:
         """Return the table of files, or that of modules for "fused"."""
         return self.of_modules if expert_names == "fused" else self.table
+
+    def table_of(self, folder: Mapping[str, Shape]) -> Table:
+        """Return the table for the names and the sizes of the folder's tensors."""
+        assert isinstance(self.table, _Names)
+        with_prefix = {self.prefix + name: shape for name, shape in folder.items()}
+        return replace(self.table, folder=with_prefix | dict(folder))
 
     def read(self, fields: Fields) -> ModelConfig:
         """Read the sizes of the model, and keep all fields; raise ConfigError if transformers cannot build it."""
@@ -66,33 +73,43 @@ class ByPlan(Architecture):
 class _Names(Mapping[str, Source]):
     """The table of tensors by the names of transformers, in files if ``of_files``, else in its modules.
 
-    Files have a tensor for each expert and some older names.
+    Files have a tensor for each expert and some older names. ``folder`` has the shapes of a folder's tensors, if it is
+    known: parameters that it has by the names of modules are read as they are.
     """
 
     model: ModelConfig
     of_files: bool
+    folder: Mapping[str, Shape] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Source:
         def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
-            renamed, experts = library.stored_names(self.model) if self.of_files else ({}, {})
-            for ending, endings in experts.items():
-                if key.endswith(ending):
-                    start, rows = key.removesuffix(ending), shape[1] // len(endings)
-                    sizes = (1, rows, *shape[2:])
-                    boxes = [
-                        Box(
-                            _renamed(f"{start}{each}", renamed).replace("*", str(number)),
-                            (number, at * rows, 0),
-                            sizes,
-                            True,
-                        )
-                        for number in range(shape[0])
-                        for at, each in enumerate(endings)
-                    ]
-                    return Boxes(shape, (), boxes=tuple(boxes))
-            if len(shape) in (1, 2):
-                return Composition(shape, (Piece(_renamed(key, renamed), 0, shape[0]),))
-            return Boxes(shape, (), boxes=(Box(_renamed(key, renamed), (0,) * len(shape), shape),))
+            zeros = (0,) * len(shape)
+            names, how = library.stored_as(self.model, key) if self.of_files else ((key,), "whole")
+            found = [self.folder.get(name.replace("*", "0")) for name in names]
+            if not how or (key in self.folder and None in found):
+                names, how = (key,), "whole"
+            if how == "experts":
+                rows = shape[1] // len(names)
+                boxes = [
+                    Box(name.replace("*", str(number)), (number, at * rows, *zeros[2:]), (1, rows, *shape[2:]), True)
+                    for number in range(shape[0])
+                    for at, name in enumerate(names)
+                ]
+            elif how == "rows":
+                sizes = library.rows_of_parts(self.model, key, shape[0])
+                stored = [each[0] for each in found if each]
+                if len(stored) == len(names) and sum(stored) == shape[0]:
+                    sizes = tuple(stored)
+                starts = [0, *accumulate(sizes)]
+                boxes = [
+                    Box(name, (start, *zeros[1:]), (size, *shape[1:]))
+                    for name, start, size in zip(names, starts, sizes, strict=False)
+                ]
+            elif len(shape) in (1, 2):
+                return Composition(shape, (Piece(names[0], 0, shape[0]),))
+            else:
+                boxes = [Box(names[0], zeros, shape)]
+            return Boxes(shape, (), boxes=tuple(boxes))
 
         return compose
 
@@ -101,12 +118,6 @@ class _Names(Mapping[str, Source]):
 
     def __len__(self) -> int:
         return 1
-
-
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
-    for today, stored in renamed.items():
-        name = name.replace(today, stored)
-    return name
 
 
 def by_plan(model: ModelConfig) -> ByPlan:
