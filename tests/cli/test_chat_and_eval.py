@@ -104,6 +104,43 @@ def test_every_end_ends_an_answer(folder, model, monkeypatch, capsys):
         assert capsys.readouterr().out == encoder.tokenizer.decode(kept) + "\n"
 
 
+def test_chats_of_a_file_are_answered_by_the_template(folder, model, tmp_path, capsys):
+    encoder = ExampleEncoder(Tokenizer.load(folder / "model"), ChatTemplate(CHATML))
+    system, asked = {"role": "system", "content": "Be."}, {"role": "user", "content": "1 + 1?"}
+    records = [
+        {"messages": [asked]},
+        {"system": "Be.", "messages": [{"from": "human", "value": "1 + 1?"}]},
+        {"messages": [asked, {"role": "assistant", "content": "2."}]},
+        {"messages": [asked | {"content": "no"}]},
+        {"messages": [asked], "prompt": "1 + 1?"},
+        {"messages": [asked | {"content": "<|im_end|>"}]},
+        {"messages": []},
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = [
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        str(TOKENS),
+        "--device",
+        "cpu",
+        "--json",
+        "--no-special-tokens",
+    ]
+    assert main(["generate", str(folder / "model"), "--prompts", str(tmp_path / "chats.jsonl"), *options]) == 2
+    lines = sorted(map(json.loads, capsys.readouterr().out.splitlines()), key=lambda line: line["prompt"])
+    for line, messages in zip(lines, ((asked,), (system, asked)), strict=False):
+        ids = encoder.prompt_ids(messages)
+        assert line["prompt_tokens"] == ids
+        assert line["text"] == encoder.tokenizer.decode(greedy(model, ids, (0, 1)))
+    for line, error in zip(
+        lines[2:],
+        ("nothing to answer", "not that", "both prompt and messages", "spells a special token", "has no message"),
+        strict=True,
+    ):
+        assert error in line["error"]
+
+
 def measured(printed):
     names = {"loss": "loss", "perplexity": "perplexity", "bits per byte": "bits per byte"}
     rows = {name: line for line in printed.splitlines() for name in names if line.startswith(name)}

@@ -135,9 +135,9 @@ class GenerateArguments(ExactArguments, GeneratingArguments):
 
     Attributes:
         prompt: text to continue; an empty prompt starts a new text. Several if the flag is repeated.
-        prompts: file of prompts, in JSON lines such as {"prompt": "..."} or {"tokens": [1, 2]}, each with its
-            settings if it has some ("seed", "max_new_tokens", ...); a .txt file has one in each line. "-" reads JSON
-            lines from standard input.
+        prompts: file of prompts, in JSON lines such as {"prompt": "..."}, {"messages": [...]}, a chat to answer by the
+            model's chat template, or {"tokens": [1, 2]}, each with its settings if it has some ("seed",
+            "max_new_tokens", ...); a .txt file has one in each line. "-" reads JSON lines from standard input.
         n: number of texts for each prompt; each has the seed after that of the one before.
         json: print each text as a line of JSON, as soon as it is done.
         stop: string that ends a text and is no part of it; several if the flag is repeated.

@@ -82,6 +82,7 @@ class ExampleEncoder:
         if isinstance(example.prompt, str):
             ids = self.tokenizer.encode(example.prompt, parse_special=self.parse_special)
             return [*self.tokenizer.beginning, *ids]
+        self._check_special(example.prompt)
         return self.tokenizer.encode(self._render(example.prompt, example, prompt=True).text, parse_special=True)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
@@ -216,6 +217,9 @@ class ExampleEncoder:
         for message in turns:
             if not ((message.get("content") or "").strip() or message.get("tool_calls")):
                 raise UnusableExampleError("an empty turn of the assistant")
+        self._check_special(messages)
+
+    def _check_special(self, messages: Messages) -> None:
         if not self.parse_special:
             texts = [message.get("content") or "" for message in messages]
             for name in self.tokenizer.special_names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
@@ -13,12 +13,16 @@ from shardwise.core.atomic_files import open_regular
 from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.json_text import shown
+from shardwise.data import ExampleEncoder
+from shardwise.data.examples import Example, messages_of, tools_of, variables_of, with_system
 from shardwise.data.json_records import check_text, keys_of, kind_of, records_of_json, value_of_line
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.commands.text_generation import SamplingRequest, checked_stops
 from shardwise.run.processes.ranks import Ranks
 from shardwise.training.bounds import SEED, check_value, checked
 
+# Keys of a record with messages.
+_OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
 _STDIN = "-"
 """The name of standard input."""
 
@@ -36,6 +40,7 @@ class Prompt:
     request: SamplingRequest
     stops: tuple[str, ...]
     seed: int
+    turn_ends: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -46,25 +51,35 @@ class Prompt:
         stops: tuple[str, ...],
         seed: int,
         tokenizer: Tokenizer,
+        chats: Callable[[], tuple[ExampleEncoder, tuple[int, ...]]],
         *,
         parse_special: bool,
     ) -> Prompt:
-        """Read a prompt, whose own settings override the given ones."""
+        """Read a prompt, whose own settings override the given ones.
+
+        ``chats`` returns an encoder of chats, and the tokens that end a turn; it is called for a prompt of messages.
+        """
         record = {"prompt": value} if isinstance(value, str) else value
         _check_record(record, '{"prompt": "..."}')
-        if "prompt" in record and "tokens" in record:
-            raise DataError("it has both prompt and tokens; leave one out")
-        if "tokens" not in record:
+        first, *others = [key for key in ("prompt", "messages", "tokens") if key in record] or ["prompt"]
+        if others:
+            raise DataError(f"it has both {first} and {others[0]}; leave one out")
+        if first == "prompt":
             _string_of(record, "prompt", where)
-        own = {name: record[name] for name in record.keys() - {"prompt", "tokens", "seed", "stop"}}
+        its_text = {"messages", *_OF_CHATS} if first == "messages" else {first}
+        own = {name: record[name] for name in record.keys() - its_text - {"seed", "stop"}}
         settings = {spec.name: getattr(given, spec.name) for spec in fields(SamplingRequest)}
         request = SamplingRequest(**settings | checked(SamplingRequest, own, ""))
         own_seed: Any = record.get("seed", seed)
         check_value("seed", own_seed, int, SEED)
         stops = checked_stops(record["stop"]) if "stop" in record else stops
-        if "tokens" in record:
+        if first == "tokens":
             ids = _ids_of(record, "tokens")
             return cls(tokenizer.decode(ids), ids, request, stops, own_seed)
+        if first == "messages":
+            encoder, turn_ends = chats()
+            ids = encoder.prompt_of(_asked(record, where))
+            return cls(tokenizer.decode(ids), ids, request, stops, own_seed, turn_ends)
         text = _string_of(record, "prompt", where)
         ids = [*tokenizer.beginning, *tokenizer.encode(text, parse_special=parse_special)]
         return cls(text, ids, request, stops, own_seed)
@@ -90,6 +105,14 @@ def text_to_measure(where: str, value: Any, tokenizer: Tokenizer, *, parse_speci
     if not ids:
         raise DataError("the text has no tokens; give it at least one")
     return [*before, *ids], len(before)
+
+
+def _asked(record: Mapping[str, Any], where: str) -> Example:
+    """Return the chat of a record, which waits for an answer."""
+    messages = with_system(record, messages_of(record["messages"], where, "messages"), where)
+    if messages[-1]["role"] == "assistant":
+        raise DataError("the last message is the assistant's, so there is nothing to answer; remove it")
+    return Example(where, messages, (), tools_of(record, where), variables_of(record, where))
 
 
 def _check_record(record: Any, example: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from os import PathLike
 from typing import Annotated, Any, Literal, NamedTuple
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.data import ExampleEncoder
 from shardwise.data.tokenizer import StoppableText
 from shardwise.models.generation import Generated, LogProb, Request
 from shardwise.models.generation.cache import CausalModel
@@ -156,9 +158,10 @@ def generate_many(
 
     Args:
         checkpoint: see ``generate``, also for the arguments that are not described here.
-        prompts: the prompts. A record has ``prompt``, a string, or ``tokens``, a list of ids; and may have ``seed``,
-            ``stop`` and the arguments from ``max_new_tokens`` to ``presence_penalty``, for this prompt. With a file or
-            standard input the first rank reads.
+        prompts: the prompts. A record has ``prompt``, a string; ``messages``, a chat as in ``finetune``, which the
+            chat template turns into a prompt; or ``tokens``, a list of ids. It may have ``seed``, ``stop`` and the
+            arguments from ``max_new_tokens`` to ``presence_penalty``, for this prompt. With a file or standard input
+            the first rank reads.
         n: number of texts for each prompt; the seed of a text is that of its prompt plus its number.
         log_probs: number of most likely tokens whose log-probabilities are given next to those of the chosen tokens;
             None for none. They are those of the distribution at ``temperature``, 1 if None or 0, before top-k, top-p,
@@ -190,9 +193,15 @@ def generate_many(
 
         asked: list[_Asked] = []
         notes: dict[str, None] = {}
+
+        @cache
+        def chats() -> tuple[ExampleEncoder, tuple[int, ...]]:
+            encoder = ExampleEncoder(tokenizer, opened.chat_template(), parse_special=special_tokens)
+            return encoder, encoder.turn_end_ids()
+
         for number, (where, value) in enumerate(read_on_first(ranks, prompts)):
             try:
-                prompt = Prompt.of(where, value, given, stops, seed, tokenizer, parse_special=special_tokens)
+                prompt = Prompt.of(where, value, given, stops, seed, tokenizer, chats, parse_special=special_tokens)
                 choice = prompt.request.choose(opened, tokenizer, len(prompt.ids), defaults)
                 if prompt.seed + n - 1 > SEED.high:
                     raise ConfigError(f"seed is {prompt.seed}, and {n} texts have it and those after it; lower it")
@@ -207,7 +216,7 @@ def generate_many(
                     choice.max_new_tokens,
                     choice.sampling,
                     prompt.seed + index,
-                    choice.eos_ids,
+                    tuple(dict.fromkeys((*choice.eos_ids, *prompt.turn_ends))),
                     log_probs,
                     prompt_log_probs,
                     prompt.request.temperature or 1.0,
