@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.communication.agreement import check_same
 from shardwise.core.communication.collectives import all_reduce_async, reduce_scatter_async
@@ -102,7 +101,6 @@ class GradientBuffers(Gradients):
         self._synchronises = True
         self._num_started = 0
         self._slots: dict[Parameter, _Slot] = {}
-        self._handles: list[RemovableHandle] = []
         modules = [model] if isinstance(model, nn.Module) else list(model)
         layers: list[Any] = [layer for chunk in modules for layer in chunk.modules()]
         delaying = [layer for layer in layers if getattr(layer, "delays_weight_gradients", False)]
@@ -137,9 +135,9 @@ class GradientBuffers(Gradients):
             if not slot.comes_from_layer:
                 # A layer that adds to main_grad calls the hooks only if this attribute exists.
                 tensor.grad_added_to_main_grad = False
-            self._handles.append(param.register_post_accumulate_grad_hook(weak_hook(self._arrived, False)))
+            param.register_post_accumulate_grad_hook(weak_hook(self._arrived, False))
         for layer in delaying:
-            self._handles.append(layer.register_weight_gradient_hook(weak_hook(self._arrived, True)))
+            layer.register_weight_gradient_hook(weak_hook(self._arrived, True))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -178,17 +176,6 @@ class GradientBuffers(Gradients):
         """Multiply all gradients."""
         for buffer in self.buffers:
             buffer.mul_(factor)
-
-    def remove_(self) -> None:
-        """Remove the hooks, and ``main_grad`` and ``grad`` of each parameter."""
-        self._wait()
-        for handle in self._handles:
-            handle.remove()
-        for param in self._slots:
-            param.grad = None
-            for name in ("main_grad", "grad_added_to_main_grad"):
-                vars(param).pop(name, None)
-        self._slots.clear()
 
     @torch.no_grad()
     def _arrived(self, param: Parameter, from_layer: bool) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.communication.collectives import all_gather_async
 from shardwise.core.communication.transports.transport import Pending
@@ -84,7 +83,6 @@ class ParameterBuffers:
         self._pending: list[Pending | None] = []
         # Buckets start last first.
         self._num_started = len(self._buckets)
-        self._handles: list[RemovableHandle] = []
         self._called: set[nn.Module] = set()
         self._begun: set[nn.Module] = set()
         # Buckets to wait for at the start of a forward.
@@ -113,19 +111,17 @@ class ParameterBuffers:
             own = [param for param in module.parameters(recurse=False) if param in owners]
             if own:
                 self._buckets_of[module] = sorted({of_param[param] for param in own}, reverse=True)
-                self._handles.append(module.register_forward_pre_hook(weak_hook(self._before_module)))
+                module.register_forward_pre_hook(weak_hook(self._before_module))
             for param in own:
                 owners[param].append(module)
         self._inside: dict[nn.Module, set[nn.Module]] = {}
         for root in roots:
             self._inside[root] = self._buckets_of.keys() & set(root.modules())
-            hook = weak_hook(self._before_forward)
-            self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
+            root.register_forward_pre_hook(weak_hook(self._before_forward), prepend=True)
         self._owners = list(owners.values())
         for place, param in enumerate(owners):
             tensor: Any = param
             tensor.wait_for_values = weak_hook(self._before_reading, place)
-        self._gradients = gradients
         gradients.before_reducing = weak_hook(self.start)
 
     def gather_(self) -> None:
@@ -144,15 +140,6 @@ class ParameterBuffers:
         """Wait until all parameters are complete; every rank calls."""
         self.start()
         self._wait_for(reversed(range(len(self._buckets))))
-
-    def remove_(self) -> None:
-        """Complete the parameters and remove the hooks; every rank calls. The parameters stay in the buffers."""
-        self.wait()
-        for handle in self._handles:
-            handle.remove()
-        for param in self.shares:
-            vars(param).pop("wait_for_values", None)
-        self._gradients.before_reducing = None
 
     @torch.no_grad()
     def _start(self, count: int) -> None:
