@@ -226,6 +226,42 @@ def test_ranks_with_other_weights_are_refused(group: ProcessGroup) -> None:
     with pytest.raises(DesyncError, match="the weights of the whole model"):
         parallelize(model, Groups(tp=group))
     assert type(model.lm_head) is nn.Linear
+    # Without values, by plan and shapes.
+    with torch.device("meta"):
+        planless, wider = made("Llama", {}), made("Llama", {"intermediate_size": 24 + group.rank()})
+    if group.rank() == 1:
+        planless._tp_plan = {name: style for name, style in planless._tp_plan.items() if "mlp" not in name}
+    for other in (planless, wider):
+        with pytest.raises(DesyncError, match="the plan and the shapes of the model"):
+            parallelize(other, Groups(tp=group))
+        assert type(other.lm_head) is nn.Linear
+
+
+@pytest.mark.ranks(2)
+def test_what_a_layer_would_lose_is_refused_and_its_state_is_kept(group: ProcessGroup) -> None:
+    ways = {
+        "hook": [
+            lambda layer: layer.register_forward_hook(print),
+            lambda layer: layer.register_forward_pre_hook(print),
+            lambda layer: layer.register_full_backward_hook(print),
+            lambda layer: layer.weight.register_hook(print),
+            lambda layer: layer.weight.register_post_accumulate_grad_hook(print),
+        ],
+        "forward": [lambda layer: setattr(layer, "forward", layer.forward)],
+        "scale": [lambda layer: layer.register_buffer("scale", torch.ones(1))],
+        "gain": [lambda layer: layer.register_parameter("gain", nn.Parameter(torch.ones(37)))],
+    }
+    for lost, changes in ways.items():
+        for change in changes:
+            model = made("Llama", {})
+            change(model.lm_head)
+            with pytest.raises(ConfigError, match=f"lm_head: .* replaces a Linear, and its {lost} would be lost"):
+                parallelize(model, Groups(tp=group))
+    model = made("Llama", {}).eval()
+    model.lm_head.weight.requires_grad_(False)
+    model = parallelize(model, Groups(tp=group))
+    assert not any(module.training for module in model.modules())
+    assert {name for name, param in model.named_parameters() if not param.requires_grad} == {"lm_head.weight"}
 
 
 @pytest.mark.ranks(1)

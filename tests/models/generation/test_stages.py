@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models.generation.test_engine import assert_as_alone, requests_of
@@ -122,6 +124,9 @@ def test_errors_of_stages_on_every_rank(group):
     with pytest.raises(DivergenceError, match="have diverged"):
         list(engine.run([Request([1, 2], 4), Request([1], 2)]))
     assert engine.is_idle
+    model.config = replace(model.config, num_layers=4, virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"stage \d of 2, with .* and 2 chunks"):
+        BatchEngine(model)
     model.pre_process, model.post_process = model.post_process, model.pre_process
-    with pytest.raises(ConfigError, match=r"stage \d of 2, with pre_process=(True|False).* and 1 chunk"):
+    with pytest.raises(ConfigError, match=r"stage \d of 2, with pre_process=(True|False).* and 2 chunks"):
         BatchEngine(model)

@@ -11,11 +11,14 @@ import torch
 from gguf_files import MODELS, tiny_model, write_gguf
 from harness.parity import assert_bit_equal
 from safetensors.torch import load_file
+from tokenizers.pre_tokenizers import ByteLevel
 
 from shardwise.cli.main import main
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.storage.huggingface.gguf import header
 from shardwise.storage.huggingface.gguf.folder import GgufFolder
+from shardwise.storage.huggingface.gguf.tokenizer import _made
 from shardwise.storage.huggingface.pretrained import PretrainedFolder, read_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -117,8 +120,6 @@ def test_sentencepiece_tokens_are_those_of_transformers() -> None:
     """Merges follow from the tokens and their scores; blanks, bytes and names of special tokens as in Llama 2."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
-    from shardwise.storage.huggingface.gguf.tokenizer import _made
-
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdet,."]
     tokens += ["▁a", "▁b", "ab", "cd", "▁ab", "abcd", "▁abcd", "at", "te", "ate", "▁▁", "▁cd"]
     # Not in the order of the tokens: "at" is merged before "▁a".
@@ -134,6 +135,26 @@ def test_sentencepiece_tokens_are_those_of_transformers() -> None:
             assert mine.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
         assert mine.encode("ab").ids[0] == 1
         assert names == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        # Tokens of users, and those with a role whatever their type, are found in texts.
+        types = [2, 3, 1, *base["token_type"][3:], 4]
+        own = base | {"tokens": [*tokens, "d,"], "scores": [*base["scores"], -1000.0], "token_type": types}
+        own |= {"add_bos_token": False, "add_eos_token": True, "add_space_prefix": architecture == "gemma2"}
+        made, _ = _made({"model": "llama", **own}, architecture)
+        ids = made.encode("abcd,</s>").ids
+        assert ids[-3:] == [len(tokens), 2, 2]
+        assert 1 not in ids
+        assert tokens[made.encode("ab").ids[0]] == ("▁ab" if architecture == "gemma2" else "ab")
+
+
+def test_tokens_of_bytes_follow_their_rule() -> None:
+    """Llama 3 takes a word that is a token without merges, and Qwen composes characters."""
+    base = {"model": "gpt2", "tokens": [*sorted(ByteLevel.alphabet()), "ab"], "merges": []}
+    made = {pre: _made({**base, "pre": pre}, "llama")[0] for pre in ("gpt-2", "llama-bpe", "qwen2")}
+    for pre, backend in made.items():
+        assert (backend.encode("ab").ids == [256]) == (pre == "llama-bpe")
+        assert (backend.encode("e\u0301").ids == backend.encode("\u00e9").ids) == (pre == "qwen2")
+    with pytest.raises(DataError, match="must be a list of different tokens"):
+        _made({**base, "pre": "gpt-2", "tokens": ["a", "b", "a"]}, "llama")
 
 
 def text(value: str) -> bytes:
@@ -203,6 +224,10 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "duplicate tensor": (
         crafted(ENTRIES, [EMBEDDING, tensor("token_embd.weight", 4, offset=64)], data=128),
         "the tensor .* twice",
+    ),
+    "two names": (
+        crafted(ENTRIES, [EMBEDDING, tensor("model.embed_tokens.weight", 4, offset=64)], data=128),
+        "holds tensor 'model.embed_tokens.weight' twice",
     ),
     "overlapping": (
         crafted(ENTRIES, [EMBEDDING, tensor("a", 4, offset=32)]),
@@ -276,6 +301,13 @@ def test_bad_files_are_one_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError if name in DAMAGED else ConfigError, match=message) as caught:
         PretrainedFolder(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_header_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "MAX_TABLE_BYTES", 50)
+    (tmp_path / "long.gguf").write_bytes(crafted(ENTRIES, [EMBEDDING]))
+    with pytest.raises(CheckpointError, match=r"its key ends at \d+, and headers have at most 50 bytes"):
+        GgufFolder(tmp_path / "long.gguf")
 
 
 CONFIGS: dict[str, tuple[str, list[bytes], list[str], dict[str, Any]]] = {

@@ -86,9 +86,10 @@ class PlannedModel(LanguageModel):
     vocab_size: int
 
     def __init__(self, config: ModelConfig, *, groups: Groups) -> None:
-        super().__init__(config, groups)
+        # First, because exact mode is a state of the groups.
         self._name = library.name_of(config)
-        self._check()
+        self._check(config, groups)
+        super().__init__(config, groups)
         self.vocab_size, self.max_sequence_length = config.vocab_size, config.max_sequence_length
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
         device = torch.get_default_device()
@@ -115,9 +116,9 @@ class PlannedModel(LanguageModel):
             default=0,
         )
         self.max_sequence_length -= self._first_position
+        self._mixes_texts = False
 
-    def _check(self) -> None:
-        config, groups = self.config, self.groups
+    def _check(self, config: ModelConfig, groups: Groups) -> None:
         dropout, several = max(config.hidden_dropout, config.attention_dropout), groups.tp.size() > 1
         for is_asked, what in (
             (groups.num_stages > 1, "Groups.pp has several stages; make the topology without pp"),
@@ -177,8 +178,8 @@ class PlannedModel(LanguageModel):
 
         Raises:
             ShardingError: an input is not a tensor, or has the wrong shape.
-            ConfigError: texts share a row, and the model has layers without attention, whose state would pass from one
-                to the next.
+            ConfigError: texts share a row, and the model does not keep them apart: it has layers without attention, or
+                ``check_causal`` found that a text depends on the one before.
         """
         check_tensors(input_ids, labels, position_ids=position_ids, attention_mask=attention_mask)
         if document_ids is not None:
@@ -224,6 +225,8 @@ class PlannedModel(LanguageModel):
     def check_causal(self) -> None:
         """Check by a forward that no token sees those after it; every rank of the group calls.
 
+        Also find whether the texts of a row are kept apart, which ``forward`` needs for ``document_ids``.
+
         Raises:
             ConfigError: one does, so that neither a loss nor a text means anything; or the forward fails on token ids.
         """
@@ -236,6 +239,24 @@ class PlannedModel(LanguageModel):
             is_encoder = getattr(self.whole.config, "is_decoder", None) is False
             remedy = ' (in config.json, "is_decoder" is false)' if is_encoder else ""
             raise ConfigError(f"{self._name} lets tokens see those after them, so it is no language model{remedy}")
+        self._mixes_texts = self._sees_text_before()
+
+    def _sees_text_before(self) -> bool:
+        """Return whether the second text of a row, whose positions begin again, depends on the first."""
+        ids = self._trial_ids()[0]
+        positions = torch.arange(3, device=ids.device).repeat(2)
+
+        def second(first: Tensor) -> Tensor:
+            return self._logits(torch.cat([first, ids[3:]])[None], positions, None, None)[0, 3:]
+
+        try:
+            one, other = self._tried(lambda: (second(ids[:3]), second(ids[3:])))
+        except ConfigError:
+            # Its forward takes no positions.
+            return True
+        # The rows have one shape, so only products of chosen rows, as of experts, are rounded differently.
+        most = (1e-3 if one.dtype.itemsize > 2 else 0.05) * one.abs().max()
+        return bool((one - other).abs().max() > most)
 
     @torch.no_grad()
     def check_cache(self) -> None:
@@ -289,6 +310,11 @@ class PlannedModel(LanguageModel):
             raise ConfigError(
                 f"{self._name} has layers of {', '.join(others)}, whose state would pass from one text of a row to the "
                 "next; leave out --packing"
+            )
+        if self._mixes_texts:
+            raise ConfigError(
+                f"{self._name} does not keep the texts of a row apart: what a text gives depends on the one before it; "
+                "leave out --packing"
             )
 
     def sharded_state_dict(

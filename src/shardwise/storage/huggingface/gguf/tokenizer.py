@@ -161,7 +161,6 @@ def _merges(vocabulary: Mapping[str, int], ranks: Sequence[float]) -> list[tuple
             raise DataError(f"token {number} has {len(token)} characters; at most {_LONGEST_TOKEN} are read")
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         pairs = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
-        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         found += [(ranks[number], -len(left), -len(right), left, right) for left, right in pairs]
     found.sort(key=lambda each: each[:3])
     return [(left, right) for *_, left, right in found]
