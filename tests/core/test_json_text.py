@@ -56,6 +56,16 @@ def test_what_is_refused(text, said):
         parse_json(text)
 
 
+def test_infinite_numbers_are_named_where_they_may_be():
+    text = b'{"a": [0, Infinity], "b": -Infinity}'
+    assert parse_json(text, names_infinity=True) == {
+        "a": [0, {"__float__": "Infinity"}],
+        "b": {"__float__": "-Infinity"},
+    }
+    with pytest.raises(ValueError, match='its "a" is NaN, which is not finite'):
+        parse_json(b'{"a": NaN}', names_infinity=True)
+
+
 def test_as_deep_as_it_may_be():
     assert parse_json(b'{"a": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}")
 

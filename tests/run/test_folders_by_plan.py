@@ -275,6 +275,44 @@ def test_a_convolution_is_read_and_written_as_those_of_queries_keys_and_values(
             assert torch.equal(found.float(), tensor.float()), key
 
 
+# Limits that are infinite, which transformers 4 and 5 write differently; integers in a buffer that files have.
+UNUSUAL = {
+    "Mamba2": {"num_heads": 6, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "DeepseekV4": {
+        "q_lora_rank": 16,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "rope_parameters": None,
+    },
+}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_infinite_fields_and_buffers_of_integers(group: dist.ProcessGroup, tmp_path: Path, kind: str) -> None:
+    groups = Groups(tp=group)
+    save(kind, tmp_path / "5", **UNUSUAL[kind])
+    text = (tmp_path / "5" / "config.json").read_text()
+    shutil.copytree(tmp_path / "5", tmp_path / "4")
+    (tmp_path / "4" / "config.json").write_text(re.sub(r'\{\s*"__float__": "Infinity"\s*\}', "Infinity", text))
+    assert ("Infinity" in text) == (kind == "Mamba2")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "5", dtype=torch.float64).state_dict()
+    for version in "54":
+        model = load_pretrained(tmp_path / version, groups=groups)
+        found = {name: shard.data for name, shard in model.sharded_state_dict().items()}
+        assert found.keys() == whole.keys()
+        for name, tensor in whole.items():
+            assert torch.equal(found[name].float(), tensor.float()), name
+        assert {tensor.dtype for tensor in found.values()} <= {torch.float64, torch.int64}
+        save_pretrained(model, tmp_path / f"again {version}", source=tmp_path / version)
+        base, again = (load_file(tmp_path / each / "model.safetensors") for each in ("5", f"again {version}"))
+        assert base.keys() == again.keys()
+        assert all(torch.equal(base[name], again[name]) for name in base)
+        assert transformers.AutoConfig.from_pretrained(tmp_path / f"again {version}").model_type
+    assert any(not tensor.is_floating_point() for tensor in found.values()) == (kind == "DeepseekV4")
+
+
 @pytest.mark.ranks(1)
 def test_tensors_that_are_made_in_another_way_are_named(group: dist.ProcessGroup, tmp_path: Path) -> None:
     save("HrmText", tmp_path)

@@ -26,18 +26,22 @@ MAX_TABLE_BYTES = 100_000_000
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
-def read_json(path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read the JSON object in the regular file at ``path``, of at most ``limit`` bytes.
+def read_json(
+    path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES, names_infinity: bool = False
+) -> dict[str, Any]:
+    """Read the JSON object in the regular file at ``path``, of at most ``limit`` bytes; see ``parse_json``.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is larger than ``limit``.
         ValueError: the content is not valid; see ``parse_json``.
     """
-    return parse_json(read_regular(path, limit=limit))
+    return parse_json(read_regular(path, limit=limit), names_infinity=names_infinity)
 
 
-def parse_json(content: bytes) -> dict[str, Any]:
+def parse_json(content: bytes, *, names_infinity: bool = False) -> dict[str, Any]:
     """Parse a JSON object from UTF-8 text.
+
+    With ``names_infinity``, an infinite number is returned as transformers 5 writes it, ``{"__float__": "Infinity"}``.
 
     Raises:
         ValueError: the text is not JSON or not an object, has a non-finite number or a duplicate key, or is nested
@@ -48,7 +52,7 @@ def parse_json(content: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: can't decode byte 0x{content[error.start]:02x} at {error.start}") from error
     try:
-        value = json.loads(text, object_pairs_hook=_checked_object)
+        value = json.loads(text, object_pairs_hook=_checked_object, parse_constant=_named if names_infinity else float)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     except RecursionError:
@@ -57,6 +61,10 @@ def parse_json(content: bytes) -> dict[str, Any]:
         raise ValueError(f"it must hold a JSON object, not {type(value).__name__}")
     _check_depth(value, MAX_DEPTH)
     return value
+
+
+def _named(constant: str) -> Any:
+    return float(constant) if constant == "NaN" else {"__float__": constant}
 
 
 def _check_depth(value: Any, depth: int) -> None:

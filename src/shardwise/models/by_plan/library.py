@@ -339,7 +339,10 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def _without_code(value: Any) -> Any:
+    """Leave out fields that name code, and read infinite numbers, which transformers writes by their names."""
     if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
         return {name: _without_code(each) for name, each in value.items() if name.lstrip("_") not in _CODE}
     return [_without_code(each) for each in value] if isinstance(value, list) else value
 

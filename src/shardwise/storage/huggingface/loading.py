@@ -21,7 +21,7 @@ from shardwise.core.communication.context import default_device
 from shardwise.core.errors import CheckpointError
 from shardwise.core.sharding import Interval, ParamShard
 from shardwise.core.slow_work import told_if_slow
-from shardwise.core.tensor_files import check_finite
+from shardwise.core.tensor_files import DTYPES, check_finite
 from shardwise.core.topology import Groups, gather_from_stages, model_groups
 from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.description import Model, ModelChunks, build_model, chunks_of, model_config
@@ -180,15 +180,15 @@ def _compositions_and_names(
 
     def check() -> dict[str, str]:
         names = source.stored_names(expected)
-        for _, composition in parts.values():
-            check_shapes(source.tensors, composition, names)
+        for shard, composition in parts.values():
+            check_shapes(source.tensors, composition, names, shard.dtype)
         return names
 
     return parts, agree(check, group=model_groups(groups))
 
 
-def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the tensors have the model's shapes and a dtype of weights."""
+def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Raise CheckpointError unless tensors have the model's shapes and a dtype of weights, or ``dtype`` of integers."""
     for name, shape in composition.stored_shapes.items():
         stored = folder.tensors[names[name]]
         if stored.shape != shape:
@@ -196,7 +196,8 @@ def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[
                 f"tensor {stored.name!r} of {stored.file} has shape {list(stored.shape)}, but config.json asks for "
                 f"{list(shape)}"
             )
-        weight_dtype(stored)
+        if dtype.is_floating_point or DTYPES.get(stored.dtype) != dtype:
+            weight_dtype(stored)
 
 
 @torch.no_grad()

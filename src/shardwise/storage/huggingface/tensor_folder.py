@@ -138,7 +138,8 @@ class TensorFolder:
 def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Read a JSON file as ``core.json_text.read_json`` does; any error is a CheckpointError that names the file."""
     try:
-        return json_text.read_json(path, limit=limit)
+        # Limits of the time steps of Mamba 2 are infinite in ``config.json``.
+        return json_text.read_json(path, limit=limit, names_infinity=path.name == "config.json")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
