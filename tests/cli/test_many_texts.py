@@ -12,13 +12,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import tokenizers
 from cli.test_generate import Run
 from run.run_processes import run_command, run_commands
 
 from shardwise.cli.main import run_subcommand
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.generation import BatchEngine, Sampling
 from shardwise.run import generate_many, score
+from shardwise.run.commands.given_texts import text_to_measure
 
 generate, measure = partial(run_subcommand, "generate"), partial(run_subcommand, "score")
 TOP_50 = Sampling(0.8, top_k=50)
@@ -185,6 +188,21 @@ def test_the_token_before_each_text_is_read_and_not_measured(tmp_path):
     assert None not in whole.log_probs
     assert (whole.tokens, part.tokens) == (tuple(ids), tuple(last))
     assert (whole.sum, part.sum) == pytest.approx((again.sum, split.sum))
+
+
+def test_a_completion_is_encoded_behind_its_prompt(tmp_path):
+    """As in fine-tuning: the tokenizer of Llama 2 puts a blank before each text, which a completion does not have."""
+    vocab = {name: number for number, name in enumerate(["</s>", "\u2581", "a", "b", "\u2581b"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("\u2581", "b")]))
+    normalizer = tokenizers.normalizers
+    backend.normalizer = normalizer.Sequence([normalizer.Prepend("\u2581"), normalizer.Replace(" ", "\u2581")])
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path, "</s>")
+    for prompt, completion, measured in (("a", "b", [3]), ("a", " b", [4]), ("a ", "b", [4]), ("", "b", [4])):
+        record = {"prompt": prompt, "completion": completion}
+        ids, first = text_to_measure("here", record, tokenizer, parse_special=True)
+        assert (ids, ids[first:]) == (tokenizer.encode(prompt + completion), measured)
 
 
 def test_samples_arrive_as_soon_as_they_are_done(run):

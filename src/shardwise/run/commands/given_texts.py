@@ -14,7 +14,7 @@ from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.json_text import shown
 from shardwise.data import ExampleEncoder
-from shardwise.data.examples import Example, messages_of, tools_of, variables_of, with_system
+from shardwise.data.examples import Example, common_length, messages_of, tools_of, variables_of, with_system
 from shardwise.data.json_records import check_text, keys_of, kind_of, records_of_json, value_of_line
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.commands.text_generation import SamplingRequest, checked_stops
@@ -99,7 +99,11 @@ def text_to_measure(where: str, value: Any, tokenizer: Tokenizer, *, parse_speci
     if "tokens" in record:
         before, ids = _ids_of(record, "prompt_tokens") if "prompt_tokens" in record else [], _ids_of(record, "tokens")
     elif "completion" in record:
-        before, ids = [*tokenizer.beginning, *encoded("prompt")], encoded("completion")
+        # Encoded as one text, as in fine-tuning: some tokenizers put a blank before each text.
+        together = _string_of(record, "prompt", where) + _string_of(record, "completion", where)
+        whole = tokenizer.encode(together, parse_special=parse_special)
+        first = common_length(encoded("prompt"), whole)
+        before, ids = [*tokenizer.beginning, *whole[:first]], whole[first:]
     else:
         before, ids = list(tokenizer.beginning), encoded("text")
     if not ids:
