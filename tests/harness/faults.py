@@ -337,9 +337,9 @@ FAULTS = (
     ),
     Fault(
         "penalties without the prompt",
-        "engine:BatchEngine._choose",
-        "History(each.request.start,",
-        "History((),",
+        "sequences:RunningSequence.history",
+        "[*self.request.earlier_ids, *self.request.start],",
+        "(),",
         "tests/models/generation/test_engine.py::test_requests_join_and_leave_while_others_go_on",
     ),
     Fault(
