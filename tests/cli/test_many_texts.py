@@ -137,13 +137,15 @@ def test_stop_strings_are_cut_off_across_tokens(run, capsys):
 
 
 def test_log_probs_of_generation_are_those_of_scoring(run, capsys, tmp_path):
-    arguments = [str(run.folder), "--prompt", "def f(", "--prompt", "größe", "--max-new-tokens", "8", "--json"]
+    """Of an empty prompt too, which is the token that ends a text."""
+    prompts = [part for prompt in ("def f(", "größe", "") for part in ("--prompt", prompt)]
+    arguments = [str(run.folder), *prompts, "--max-new-tokens", "8", "--json"]
     assert generate([*arguments, "--log-probs", "2", "--prompt-log-probs", "0", "--temperature", "0.7"]) == 0
-    written = capsys.readouterr().out
-    (tmp_path / "texts.jsonl").write_text(written)
+    generated, _ = lines_of(capsys)
+    generated.sort(key=lambda line: line["prompt"])
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in generated))
     flags = ["--texts", str(tmp_path / "texts.jsonl"), "--temperature", "0.7", "--top-log-probs", "2"]
     assert measure([str(run.folder), *flags]) == 0
-    generated = sorted(map(json.loads, written.splitlines()), key=lambda line: line["prompt"])
     scored, _ = lines_of(capsys)
     scored.sort(key=lambda line: line["number"])
     for own, again in zip(generated, scored, strict=True):
@@ -153,7 +155,9 @@ def test_log_probs_of_generation_are_those_of_scoring(run, capsys, tmp_path):
         assert again["sum"] == pytest.approx(sum(own["log_probs"]))
         for mine, theirs in zip(own["top_log_probs"], again["top_log_probs"], strict=True):
             assert [token for token, _ in mine] == [token for token, _ in theirs]
-        assert len(own["prompt_log_probs"]) == len(own["prompt_tokens"]) - 1
+        assert len(own.get("prompt_log_probs", [])) == len(own["prompt_tokens"]) - 1
+    # Less than log-probabilities may have, which nobody asked for.
+    assert generate([*arguments, "--temperature", "1e-7"]) == 0
 
 
 def test_scores_of_texts_and_of_completions(run):

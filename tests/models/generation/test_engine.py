@@ -363,7 +363,7 @@ def test_requests_that_cannot_be_answered(group):
         (Request([1, 101], 1), VocabularyError, r"prompt_ids\[1\] is 101, outside the vocabulary of 101"),
         (Request([1], -1), ConfigError, "max_new_tokens is -1"),
         (Request([1], 1, log_probs=102), ConfigError, "log_probs is 102; it must be from 0 to 101"),
-        (Request([1], 1, temperature=0.0), ConfigError, "temperature of log-probabilities is 0.0"),
+        (Request([1], 1, log_probs=0, temperature=0.0), ConfigError, "temperature of log-probabilities is 0.0"),
         (Request([1, 2], 8), ConfigError, r"may have 9 tokens, which take 3 pages of 4, and the cache has 2"),
     ):
         with pytest.raises(error, match=message):

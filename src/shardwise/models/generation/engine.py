@@ -141,7 +141,7 @@ class BatchEngine:
             count = getattr(request, name)
             if count is not None and not 0 <= count <= self.vocab_size:
                 raise ConfigError(f"{name} is {count}; it must be from 0 to {self.vocab_size}, the number of ids")
-        measures = (request.temperature, request.log_probs, request.prompt_log_probs) != (None, None, None)
+        measures = (request.log_probs, request.prompt_log_probs) != (None, None)
         if measures and not request.measured_at >= LEAST_TEMPERATURE:
             rule = f"it must be at least {LEAST_TEMPERATURE}"
             raise ConfigError(f"temperature of log-probabilities is {request.measured_at}; {rule}")

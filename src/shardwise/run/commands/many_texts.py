@@ -55,7 +55,8 @@ class Sample:
         tokens: the tokens that were chosen, with the one that ended the text.
         reason: why it ended: ``"end"`` by an end token, ``"stop"`` by a stop string, ``"length"``, or ``"error"``.
         error: why there is no text, or None.
-        prompt_text, prompt_tokens: the prompt, with the tokens that the tokenizer puts before each text.
+        prompt_text, prompt_tokens: the prompt, with the tokens that the tokenizer puts before each text; of an empty
+            prompt the end token from which the model starts.
         temperature: that of the log-probabilities.
         log_probs, prompt_log_probs: for each of ``tokens``, and of ``prompt_tokens`` but the first; empty if not asked
             for.
@@ -238,7 +239,7 @@ def generate_many(
                     "stop" if own.text.is_stopped else result.reason,
                     None,
                     own.prompt_text,
-                    tuple(own.request.prompt_ids),
+                    tuple(own.request.start),
                     own.request.measured_at,
                     tuple(result.log_probs),
                     tuple(result.prompt_log_probs),
@@ -316,7 +317,7 @@ def score(
         def finish(index: int, result: Generated) -> None:
             request, first, number, _ = requests[index]
             values: list[LogProb | None] = [None, *result.prompt_log_probs]
-            total = sum(each.value for each in values[first:] if each is not None)
+            total = sum((each.value for each in values[first:] if each is not None), 0.0)
             done(Score(number, tuple(request.prompt_ids[first:]), tuple(values[first:]), total, temperature))
 
         def refuse(index: int, error: ShardwiseError) -> None:
