@@ -61,6 +61,22 @@ def test_a_folder_is_read_in_the_order_of_paths(tmp_path):
     assert corpus.name.startswith("data, 7 files, ")
 
 
+def test_a_folder_with_splits_is_refused(tmp_path):
+    """As published data sets are stored; source files may have any names."""
+    cases = (["train_sft-0.jsonl", "test_sft-0.jsonl"], ["data/train/0.jsonl", "data/val/0.jsonl"])
+    for number, splits in enumerate(cases):
+        root = tmp_path / str(number)
+        for name in splits:
+            write(root / name, json.dumps({"text": name}))
+        assert re.search(r"holds the splits of a dataset \(\w+, \w+\), such as '.*; name the files or", error_of(root))
+        assert read_corpus(root / splits[0]).documents == (splits[0],)
+    for name in ("train.py", "test.py", "trainer.jsonl", "test.jsonl", "testing.jsonl"):
+        write(tmp_path / "code" / name, json.dumps({"text": name}))
+    assert len(read_corpus(tmp_path / "code").documents) == 5
+    write(tmp_path / "code" / "more.jsonl.gz", "x")
+    assert "more.jsonl.gz' is packed, which is not read; unpack it" in error_of(tmp_path / "code")
+
+
 def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
     for name in ("a/1.txt", "a/2.txt", "b/1.txt", "c.txt"):
         write(tmp_path / name, name)

@@ -102,8 +102,11 @@ def test_what_nobody_reads_is_named(tokenizer, monkeypatch, tmp_path):
     )
     showing = TEMPLATE.replace("m.content", "m.content ~ m.reasoning_content ~ (tools or '')")
     encoder = ExampleEncoder(tokenizer, ChatTemplate(showing.replace("END", "eos_token"), {"eos_token": "</s>"}))
-    notes = prepared([*examples, chat(9)], encoder, monkeypatch, tmp_path, length=200).notes
-    assert notes == ("keys of the records that are not read: system_prompt (first: line 0)",)
+    examples += [chat(9), Example("README.md", None, "# Chats")]
+    assert prepared(examples, encoder, monkeypatch, tmp_path, length=200).notes == (
+        "keys of the records that are not read: system_prompt (first: line 0)",
+        "1 of 6 records are texts, all of which is learned (first: README.md)",
+    )
 
 
 def test_rows_of_a_multiple_of_places(tokenizer):

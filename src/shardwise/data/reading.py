@@ -4,10 +4,12 @@ A file is one document, except that these are one document each: a line of JSON 
 record of a ``.json`` file (an array of objects or strings, or JSON lines), and a row of a Parquet or Arrow file. In a
 folder and all its subfolders, files with a suffix of ``TEXT_SUFFIXES``, ``JSONL_SUFFIXES`` or ``.parquet`` are read, in
 the order of their paths; hidden names are skipped. A folder that the library ``datasets`` saved is read in its own
-order. A file that is given by name may have any suffix except ``.csv`` and ``.tsv``, tables as text.
+order. Of the splits of a dataset, one must be named. A file that is given by name may have any suffix except ``.csv``
+and ``.tsv``, tables as text.
 """
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -44,6 +46,10 @@ _SOURCE_SUFFIXES = (
 # .json files in a folder, such as config.json, are rarely training text, so they must be given by name.
 TEXT_SUFFIXES = frozenset(_PROSE_SUFFIXES.split() + _SOURCE_SUFFIXES.split())
 """Suffixes, in either case, of files in a folder that are read as one document each."""
+
+_RECORD_SUFFIXES = JSONL_SUFFIXES | {".parquet"}
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?:[-_.]|$)")
+_PACKED = re.compile(r"\.(?:jsonl|ndjson|parquet)\.(?:gz|bz2|xz|zst)$")
 
 # A model would learn the commas and quotes of such tables, and there is no unique way to parse them.
 _TEXT_TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
@@ -129,6 +135,8 @@ def files_of(root: Path) -> list[Path]:
     picked = []
     for file in _walk(root):
         num_files += 1
+        if _PACKED.search(file.name.lower()):
+            raise DataError(f"{str(file)!r} is packed, which is not read; unpack it, or move it out of the data folder")
         if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES | {".parquet"}:
             if not stat.S_ISREG(_status(file).st_mode):
                 raise DataError(f"{str(file)!r} is no regular file; move it out of the data folder")
@@ -138,7 +146,23 @@ def files_of(root: Path) -> list[Path]:
             f"folder {str(root)!r} has no text: none of its {num_files} file(s) has a suffix such as .txt, .md, .py or "
             f".jsonl; name files with other suffixes themselves"
         )
+    _check_one_split(root, picked)
     return sorted(picked, key=lambda file: file.relative_to(root).parts)
+
+
+def _check_one_split(root: Path, files: Iterable[Path]) -> None:
+    """Raise DataError if a folder has records to train on and to test on, as published data sets have."""
+    splits: dict[str, Path] = {}
+    for file in files:
+        for part in file.relative_to(root).parts if file.suffix.lower() in _RECORD_SUFFIXES else ():
+            if found := _SPLIT.match(part.lower()):
+                splits.setdefault(found[1], file)
+    if "train" in splits and len(splits) > 1:
+        examples = " and ".join(repr(str(file)) for file in [*splits.values()][:2])
+        raise DataError(
+            f"{str(root)!r} holds the splits of a dataset ({', '.join(splits)}), such as {examples}; name the files or "
+            "the folder of one of them"
+        )
 
 
 def _walk(root: Path) -> Iterator[Path]:

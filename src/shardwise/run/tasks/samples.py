@@ -327,6 +327,10 @@ def _notes_unread(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[
     if unread := dict.fromkeys(key for example in examples for key in example.unread):
         first = next(example.where for example in examples if example.unread)
         notes.append(f"keys of the records that are not read: {first_of([*unread], 8)} (first: {first})")
+    texts = [example for example in examples if not example.is_chat and example.prompt is None]
+    if 0 < len(texts) < len(examples):
+        of = f"{len(texts):,} of {len(examples):,} records"
+        notes.append(f"{of} are texts, all of which is learned (first: {texts[0].where})")
     if encoder.template is None:
         return notes
     places: dict[tuple[str, str], list[tuple[Example, int]]] = {}
