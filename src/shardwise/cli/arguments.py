@@ -114,7 +114,7 @@ class SplitArguments(LaunchArguments):
 
     Attributes:
         tp: number of ranks that split each layer; all ranks of a stage if not given.
-        pp: number of pipeline stages, which split the layers; more than one only to generate and to score.
+        pp: number of pipeline stages, which split the layers; more than one only in generate, score and chat.
         nproc: ranks to start on this machine; tp times pp if not given.
         timeout: seconds that a rank waits for another rank, before all ranks end with an error that names it.
     """

@@ -17,7 +17,7 @@ from shardwise.training.step_settings import DECAY, RATE, OptimizerSettings, Tra
 if TYPE_CHECKING:
     from shardwise.models.adapters.config import LoraConfig
 
-_BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
+_BASE = Folder("", "no model to start from; name its Hugging Face folder, MODEL_DIR, directly after the command")
 # Defaults of a fine-tuning run.
 _STEPS, FINETUNE_BATCH = 200, 8
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
