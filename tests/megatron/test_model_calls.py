@@ -7,15 +7,17 @@ import torch
 from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise import parallel_state
+from shardwise.core.communication.collectives import all_gather
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.models.bert import Bert
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.rotary import RotaryScaling
-from shardwise.tensor_parallel import scatter_to_sequence_parallel_region
+from shardwise.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 # No two sizes are equal, so that no axis passes for another.
 V, B, S, H = 23, 3, 7, 12
@@ -62,6 +64,40 @@ def test_logits_of_a_last_stage_and_hidden_states_of_the_others(group):
     model = gpt(config_of(pipeline_model_parallel_size=2), pre_process=first, post_process=not first)
     model.set_input_tensor(None if first else torch.ones(S, B, H, dtype=torch.float64))
     assert model(ids()).shape == ((S, B, H) if first else (B, S, V))
+
+
+class Head(torch.nn.Linear):
+    """A program's own output layer, the same on all ranks, as that of a model of values."""
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        assert weight is None
+        output = super().forward(input_)
+        if self.sequence_parallel:
+            output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
+        return output, None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("splits", [False, True], ids=["", "sp"])
+def test_a_head_of_the_program_s_own(group, splits):
+    whole_ids = torch.randint(V, (B, 8), generator=torch.Generator().manual_seed(1))
+    parallel_state.initialize_model_parallel(2)
+    model = gpt(config_of(tensor_model_parallel_size=2, sequence_parallel=splits))
+    with torch.no_grad():
+        expected = model(whole_ids, runtime_gather_output=True)
+    weight = all_gather(model.output_layer.weight.detach(), group=group, sizes=[12, 11])
+    model.output_layer = Head(H, V, bias=False, dtype=torch.float64)
+    model.output_layer.sequence_parallel = model.output_layer.weight.sequence_parallel = splits
+    with torch.no_grad():
+        model.output_layer.weight.copy_(weight)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    for gathers in (None, True):
+        found = wrapped(whole_ids, runtime_gather_output=gathers)
+        assert_close_to(found, expected, rtol_of_norm=1e-12)
+    found.square().sum().backward()
+    finalize_model_grads([wrapped])
+    hidden = torch.linalg.lstsq(weight, expected.flatten(0, 1).T).solution.T
+    assert_close_to(model.output_layer.weight.main_grad, 2 * expected.flatten(0, 1).T @ hidden, rtol_of_norm=1e-8)
 
 
 @pytest.mark.ranks(2)

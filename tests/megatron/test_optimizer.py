@@ -245,6 +245,26 @@ def test_steps_of_bf16_are_those_of_fp32_copies(group, zero):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
+def test_a_stage_that_trains_nothing_takes_part_in_the_step(group, zero):
+    parallel_state.initialize_model_parallel(1, 2)
+    model = gpt()
+    for name, param in model.named_parameters():
+        param.requires_grad_(group.rank() == 1 and name != "output_layer.weight")
+    wrapped, optimizer = made(model, zero=zero)
+    assert optimizer.is_stub_optimizer == (group.rank() == 0)
+    trained = [param for param in wrapped.parameters() if param.requires_grad]
+    before = [param.detach().clone() for param in wrapped.parameters()]
+    for param in trained:
+        param.main_grad.fill_(1.0)
+    count = torch.tensor(float(sum(param.numel() for param in trained)))
+    torch.distributed.all_reduce(count)
+    assert optimizer.step()[:2] == (True, pytest.approx(float(count) ** 0.5, rel=1e-12))
+    for param, old in zip(wrapped.parameters(), before, strict=True):
+        assert torch.equal(param, old) != param.requires_grad
+
+
+@pytest.mark.ranks(2)
 def test_an_overflow_skips_the_step_and_shrinks_the_scale(group):
     parallel_state.initialize_model_parallel()
     wrapped, optimizer = made(gpt(dtype=torch.float16), initial_loss_scale=2.0**6, hysteresis=1, loss_scale_window=2)

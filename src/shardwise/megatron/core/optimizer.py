@@ -299,6 +299,13 @@ class _OptimizerOfChunks(MegatronOptimizer):
 class FP32Optimizer(_OptimizerOfChunks):
     """Optimizer of parameters that it updates in their dtype."""
 
+    def prepare_grads(self) -> bool:
+        # A program may write main_grad by hand, and finish no reduction.
+        for param in self.get_parameters():
+            if param.grad is None:
+                param.grad = getattr(param, "main_grad", None)
+        return super().prepare_grads()
+
 
 class MixedPrecisionOptimizer(_OptimizerOfChunks):
     """Base class of optimizers whose gradients may be scaled."""

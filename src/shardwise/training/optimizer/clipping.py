@@ -72,7 +72,8 @@ def scale_gradients_(
             _multiply_on_device_(own, factor)
         return
     on_host = min(1.0, float(max_norm / (norm + 1e-6))) if clips else 1.0
-    if on_host / loss_scale != 1.0:
+    # A stage may be frozen as a whole.
+    if own and on_host / loss_scale != 1.0:
         torch._foreach_mul_(own, on_host / loss_scale)
 
 

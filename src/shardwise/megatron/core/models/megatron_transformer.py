@@ -153,16 +153,21 @@ class MegatronTransformer(LanguageModule, TransformerModel):
 
     def _logits(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
         weight = self.shared_embedding_or_output_weight()
-        s = sequence.length
-        logits: Tensor = self.output_layer(hidden, weight, not self.parallel_output, sequence_length=s)[0]
+        layer: Any = self.output_layer
+        if isinstance(layer, ColumnParallelLinear):
+            logits: Tensor = layer(hidden, weight, not self.parallel_output, sequence_length=sequence.length)[0]
+        else:
+            # A program's own head, such as one of values.
+            logits = layer(hidden, weight=weight, runtime_gather_output=None)[0]
         return logits
 
     def _gathered_or_not(self, logits: Tensor, gathers: bool | None) -> Tensor:
         """Gather logits over the vocabulary, or leave this rank's part; None as ``parallel_output`` says."""
-        if gathers is None or gathers != self.parallel_output:
+        layer: Any = self.output_layer
+        if gathers is None or gathers != self.parallel_output or not isinstance(layer, ColumnParallelLinear):
             return logits
         if gathers:
-            return self.output_layer.gather(logits)
+            return layer.gather(logits)
         return moves.scatter(logits, dim=-1, group=self.tp_group)
 
     def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
