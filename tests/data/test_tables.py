@@ -120,6 +120,9 @@ def test_maps_and_json_are_objects(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(["{"], texts)}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet', row 1, 'text': broken JSON"):
         read_records(tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [b"x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="'text' is not a string but bytes"):
+        read_corpus(tmp_path / "a.parquet")
     twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="two columns are named 'text'"):

@@ -189,9 +189,9 @@ def check_text(text: str, where: str, what: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return the JSON name of a value's type, with its article."""
+    """Return the JSON name of a value's type, with its article; of other values in tables, their type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 def keys_of(value: Mapping[str, Any]) -> str:
