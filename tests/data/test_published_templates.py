@@ -160,6 +160,9 @@ def test_what_is_left_out(source, reason):
     with pytest.raises(UnusableExampleError) as caught:
         learned(source, *messages)
     assert caught.value.reason == reason
+
+
+def test_calls():
     with pytest.raises(UnusableExampleError, match=UNSHOWN_CALL):
         learned_parts(encoder_of(published()["phi3"]), chat("call"))
     # Two calls, of which the template shows one.

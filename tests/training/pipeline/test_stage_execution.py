@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from harness.live_bytes import LiveBytes
@@ -178,16 +180,44 @@ def test_an_error_in_one_stage_ends_all_and_the_next_step_is_right(group, name):
 
 
 @pytest.mark.ranks(2)
-def test_an_error_in_the_backward_ends_all(group):
-    staged, _ = staged_for("1f1b", 2)
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
+def test_an_error_in_the_backward_ends_all_and_leaves_no_gradient(group, name):
+    (staged, _), (other, _) = staged_for(name, 2), staged_for(name, 2)
+    schedule, batch = make_schedule(name, 2, 3), random_batch(3)
 
     def fail(_):
         raise ConfigError("no backward today")
 
-    if group.rank() == 1:
-        staged.chunks[0].decoder.register_forward_hook(lambda *call: call[2].register_hook(fail) and None)
+    hooks = []
+    if group.rank() == 0:
+        # Behind the layers, whose weight gradients may be waiting.
+        part = staged.chunks[0].embedding
+        hooks.append(part.register_forward_hook(lambda *call: call[2].register_hook(fail) and None))
     with pytest.raises(ConfigError, match="no backward today"):
-        staged.run(make_schedule("1f1b", 2, 3), random_batch(3))
+        staged.run(schedule, batch)
+    for hook in hooks:
+        hook.remove()
+    staged.chunks.zero_grad()
+    for each in (staged, other):
+        each.run(schedule, batch)
+    for own, expected in zip(staged.chunks.parameters(), other.chunks.parameters(), strict=True):
+        assert_close_to(own.grad, expected.grad, rtol_of_norm=1e-12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("name", "number"), [("1f1b", 3), ("zero-bubble", 3 + 3), ("interleaved", 2 * 3)])
+def test_all_steps_with_gradients_but_the_last_are_without_synchronization(group, name, number):
+    """The last backward of each chunk, and its last step of weight gradients."""
+    entered = []
+
+    @contextlib.contextmanager
+    def no_sync():
+        entered.append(name)
+        yield
+
+    staged, num_chunks = staged_for(name, 2)
+    staged.run(make_schedule(name, 2, 4, num_chunks), random_batch(4), no_sync=no_sync)
+    assert len(entered) == number
 
 
 @pytest.mark.ranks(2)

@@ -254,3 +254,7 @@ def test_headers():
             header = make_header(shape, cpu, has_failed=has_failed)
             assert read_header(header, (None, None, 24), torch.bfloat16, whose="") == (shape, has_failed)
     check_shape((), (), torch.float32, "")
+    # At most 64 GiB.
+    check_shape((1 << 33,), (None,), torch.float64, "")
+    with pytest.raises(ShardingError, match=r"\[8589934593\], 68719476744 bytes"):
+        check_shape(((1 << 33) + 1,), (None,), torch.float64, "")
