@@ -266,6 +266,8 @@ def test_forms_of_files(run, tmp_path, name, content):
         ({"prompt": "x"}, {}, "the texts are .*; give the name of a file"),
         (["x"], {"stop": 5}, "stop is 5; it must be a string or a list"),
         (["x"], {"stop": None}, "stop is None; it must be a string or a list"),
+        # Text of a file of settings, which is true to Python.
+        (["x"], {"special_tokens": "false"}, "special_tokens is 'false'; it must be true or false"),
     ],
 )
 def test_arguments_that_cannot_be(run, texts, settings, message):

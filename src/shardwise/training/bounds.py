@@ -220,7 +220,7 @@ def check_value(name: str, value: Any, annotation: Any, limits: Range | None = N
 
 
 def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function to check its arguments with a ``Range`` or a ``Literal`` first.
+    """Decorate a function to check its arguments with a ``Range`` or a ``Literal``, and those that are bool, first.
 
     The function raises ConfigError as ``check_value`` does; the message starts with the argument's name.
     """
@@ -231,7 +231,7 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
         hints = get_type_hints(function, include_extras=True)
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-            if (limits := range_of(marks)) is not None or get_origin(kind) is Literal:
+            if (limits := range_of(marks)) is not None or get_origin(kind) is Literal or kind in (bool, bool | None):
                 check_value(name, value, kind, limits)
         return function(*args, **kwargs)
 
