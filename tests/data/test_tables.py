@@ -6,6 +6,7 @@ import json
 import os
 import sys
 
+import numpy
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
@@ -156,6 +157,17 @@ def test_garbage_is_one_error(tmp_path, suffix, content):
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"x\.{suffix}' (is no|has no text|.* or a damaged one)"):
         read_records(path)
+
+
+def test_damaged_offsets_are_not_followed(tmp_path):
+    """pyarrow reads where they point to, which may be no memory of the file."""
+    offsets, texts = pyarrow.py_buffer(numpy.array([0, 5, 2], "<i4").tobytes()), pyarrow.py_buffer(b"hello")
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, texts])
+    batch = pyarrow.record_batch([column], names=["text"])
+    with (tmp_path / "a.arrow").open("wb") as file, pyarrow.ipc.new_stream(file, batch.schema) as opened:
+        opened.write_batch(batch)
+    with pytest.raises(DataError, match=r"a\.arrow' is no Arrow file, or a damaged one: .*offset"):
+        read_records(tmp_path / "a.arrow")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

@@ -249,6 +249,8 @@ def records_of_table(file: Path) -> Iterator[Record]:
         with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:
             most, num_bytes = max(_ALWAYS_READ, _MOST_TIMES * os.fstat(descriptor).st_size), 0
             for batch in _batches(arrow, opened, file.suffix.lower() == ".parquet"):
+                # A damaged offset would be read outside the file's memory.
+                batch.validate(full=True)
                 num_bytes += batch.nbytes
                 kinds = {each.name: each.type for each in batch.schema}
                 if len(kinds) < len(batch.schema):
