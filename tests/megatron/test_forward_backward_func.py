@@ -15,7 +15,7 @@ from training.pipeline.pipelines import LENGTH, MICRO_BATCH_SIZE, random_batch, 
 
 from shardwise import parallel_state
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.megatron.config import TransformerConfig
+from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
@@ -349,6 +349,27 @@ def test_losses_by_token_are_divided_by_the_tokens_of_all_ranks(group, tp, pp):
         ):
             torch.distributed.all_reduce(grad)
             assert_close_to(found[name], 8 * grad / (1 + 2 + 3 + 4), rtol_of_norm=1e-7, name=name)
+
+
+@pytest.mark.ranks(1)
+def test_a_model_of_one_stage_needs_no_sizes(group):
+    parallel_state.initialize_model_parallel()
+    model = nn.Linear(4, 1)
+    # Megatron reads neither these sizes nor a hidden size.
+    model.config, model.set_input_tensor = ModelParallelConfig(), lambda tensor: None
+    options = {"seq_length": None, "micro_batch_size": None, "decoder_seq_length": 256, "num_microbatches": 3}
+
+    def step(data_iterator, model):
+        batch = next(data_iterator)
+        return model(batch), lambda output: (output.mean(), {"size": len(batch)})
+
+    for only in (True, False):
+        batches = [torch.full((size, 4), 1.0 + size) for size in (1, 2, 3)]
+        data = get_forward_backward_func()(
+            forward_step_func=step, data_iterator=iter(batches), model=[model], forward_only=only, **options
+        )
+        assert data == [{"size": size} for size in (1, 2, 3)]
+    assert_close_to(model.weight.grad, torch.full((1, 4), 3.0), rtol_of_norm=1e-6)
 
 
 @pytest.mark.ranks(1)

@@ -102,6 +102,7 @@ def _forward_backward_func(
         seq_length: length of every sequence, over all ranks that share it; ignored with ``variable_seq_lengths``.
         micro_batch_size: number of sequences in each micro-batch; ignored with ``variable_seq_lengths``.
         decoder_seq_length: ``seq_length`` or None, because there is no encoder; ignored with ``variable_seq_lengths``.
+            Without stages none of the three is read, but with losses of experts and ``calculate_per_token_loss``.
         forward_only: whether to compute no gradients.
         collect_non_loss_data: whether to return ``loss_func(output, non_loss_data=True)``, without a backward pass.
         first_val_step: no effect.
@@ -127,9 +128,11 @@ def _forward_backward_func(
     has_hooks, size = isinstance(config, ModelParallelConfig), config.pipeline_model_parallel_size
     hooks = config if has_hooks else ModelParallelConfig(pipeline_model_parallel_size=size)
     varies = hooks.variable_seq_lengths
-    if not varies and decoder_seq_length not in (None, seq_length):
-        raise ConfigError(f"decoder_seq_length is {decoder_seq_length} and seq_length {seq_length}; they must be equal")
     num_stages = groups.pp.size()
+    # Without stages the model's inputs alone have sizes.
+    has_sizes = num_stages * len(chunks) > 1 and not varies
+    if has_sizes and decoder_seq_length not in (None, seq_length):
+        raise ConfigError(f"decoder_seq_length is {decoder_seq_length} and seq_length {seq_length}; they must be equal")
     only_forward = forward_only or collect_non_loss_data
     if only_forward:
         table = forward_only_schedule(num_stages, num_microbatches, len(chunks))
@@ -174,20 +177,20 @@ def _forward_backward_func(
             # Losses that balance experts are scaled as the loss of a micro-batch, or as the sum of its tokens' losses.
             scale = 1.0 if hooks.grad_scale_func is None else float(hooks.grad_scale_func(torch.ones(())))
             layer.loss_scale = scale * layer.router.num_position_ranks / num_microbatches
-            if total is not None:
-                layer.loss_scale = scale * seq_length * micro_batch_size
-                if varies and (layer.spec.aux_loss or layer.spec.z_loss):
+            if total is not None and (layer.spec.aux_loss or layer.spec.z_loss):
+                if varies:
                     raise ConfigError(
                         "calculate_per_token_loss and variable_seq_lengths are set, with losses that balance experts, "
                         "which count the tokens of a micro-batch; leave out one of the three"
                     )
+                has_sizes, layer.loss_scale = True, scale * seq_length * micro_batch_size
     pipeline: engine.Pipeline[Any] = engine.Pipeline(chunks, group=groups.pp)
-    checked, length = chunks if num_stages * len(chunks) > 1 and not varies else [], seq_length
-    shape: tuple[int | None, ...] = (None, None, config.hidden_size)
-    if not varies:
+    length = seq_length
+    shape: tuple[int | None, ...] = (None, None, getattr(config, "hidden_size", None))
+    if has_sizes:
         length = seq_length if cp_group is None else divide(seq_length, cp_group.size())
         shape = hidden_shape(config, length, micro_batch_size, tp_group=tp_group)
-    with _checked_tokens(checked, micro_batch_size, length):
+    with _checked_tokens(chunks if has_sizes else [], micro_batch_size, length):
         results = pipeline.run(
             table,
             forward,
