@@ -19,9 +19,10 @@ from run.run_processes import run_command, run_commands
 from shardwise.cli.main import run_subcommand
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.models.generation import BatchEngine, Sampling
+from shardwise.models.generation import BatchEngine, LogProb, Sampling
 from shardwise.run import generate_many, score
 from shardwise.run.commands.given_texts import text_to_measure
+from shardwise.run.commands.many_texts import Sample
 
 generate, measure = partial(run_subcommand, "generate"), partial(run_subcommand, "score")
 TOP_50 = Sampling(0.8, top_k=50)
@@ -76,7 +77,7 @@ def test_json_lines_with_settings_of_their_own(run, capsys, tmp_path, monkeypatc
 
 def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
     lines = [
-        '{"prompt": "x"}', '{"prompt": ', "[1]", '{"promt": "x"}', '{"prompt": 3}', '{"tokens": [1, "2"]}', "",
+        '{"prompt": "x"}', '{"prompt": ', "[1]", '{"promt": "x"}', '{"prompt": 3}', '{"tokens": [1, true]}', "",
         '{"tokens": [1, 9999]}', '{"prompt": "x", "topk": 3}', '{"prompt": "x", "temperature": -1}', '{"tokens": []}',
         json.dumps({"tokens": [1] * 33}), '{"prompt": "x", "max_new_tokens": 25}', '{"prompt": "x", "stop": ""}',
         '{"prompt": "\\ud800"}', '{"prompt": "x", "stop": null}', '{"prompt": "x", "tokens": [1]}',
@@ -114,6 +115,7 @@ def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
             continue
         assert errors[number].startswith(f"{str(file)!r}, line {line}: "), errors[number]
         assert message in errors[number]
+        assert errors[number].count(str(file)) == 1
 
 
 def test_stop_strings_are_cut_off_across_tokens(run, capsys):
@@ -222,6 +224,10 @@ def test_samples_arrive_as_soon_as_they_are_done(run):
     with pytest.raises(KeyboardInterrupt):
         generate_many(run.folder, prompts, device="cpu", on_sample=interrupt)
     assert [sample.prompt for sample in seen] == [1]
+    # One at a time.
+    with pytest.raises(KeyboardInterrupt):
+        generate_many(run.folder, prompts, device="cpu", batch_size=1, on_sample=interrupt)
+    assert [sample.prompt for sample in seen] == [1, 0]
     assert [sample.error for sample in generate_many(run.folder, prompts, device="cpu")] == [None, None]
     long, cool = {"tokens": [1] * 33}, {"prompt": "x", "max_new_tokens": 2, "temperature": 0.5}
     seeded, refused, *texts = generate_many(run.folder, [last, long, cool], n=2, log_probs=0, device="cpu")
@@ -249,6 +255,7 @@ def test_flags_that_cannot_be(run, flags, message):
     ("name", "content"),
     [
         ("mark.txt", b"\xef\xbb\xbfx\n"),
+        ("lines.txt", b"x\r\n"),
         ("mark.jsonl", b'\xef\xbb\xbf{"prompt": "x"}\n'),
         ("array.json", b'[\n  {"prompt":\n "x"}\n]\n'),
     ],
@@ -283,8 +290,15 @@ def test_values_of_python_that_are_none_of_json(run):
     assert "temperature of log-probabilities is 1e-30; it must be at least 1e-06" in cold.error
 
 
+def test_the_temperature_of_log_probabilities_is_told():
+    measured = Sample(0, prompt_log_probs=(LogProb(-1.0),), temperature=2.0).to_json()
+    assert (measured["temperature"], measured["prompt_log_probs"]) == (2.0, [-1.0])
+    assert "temperature" not in Sample(0, temperature=2.0).to_json()
+
+
 def test_a_prompt_is_not_measured_as_if_it_were_not_there(run):
-    (found,) = score(run.folder, [{"prompt": "def ", "text": "f("}], device="cpu")
+    found, empty = score(run.folder, [{"prompt": "def ", "text": "f("}, ""], device="cpu")
+    assert empty.error == "text 2: the text has no tokens; give it at least one"
     assert found.error == "text 1: no key 'completion' after the 'prompt' (its keys: 'prompt', 'text')"
 
 
