@@ -314,6 +314,27 @@ def test_infinite_fields_and_buffers_of_integers(group: dist.ProcessGroup, tmp_p
 
 
 @pytest.mark.ranks(1)
+def test_a_text_model_that_was_part_of_another(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2) | {"head_dim": 16}
+    config = transformers.Qwen3_5TextConfig(
+        **SIZES | LINEAR | heads | {"rope_parameters": rope, "tie_word_embeddings": True}
+    )
+    transformers.Qwen3_5ForCausalLM(config).double().save_pretrained(tmp_path / "short")
+    shutil.copytree(tmp_path / "short", tmp_path / "long")
+    tensors = load_file(tmp_path / "short" / "model.safetensors")
+    longer = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    # A head of its own is not lost.
+    longer["lm_head.weight"] = longer["model.language_model.embed_tokens.weight"] + 1
+    save_file(longer, tmp_path / "long" / "model.safetensors", {"format": "pt"})
+    model = load_pretrained(tmp_path / "long", groups=Groups(tp=group))
+    found = {name: shard.data for name, shard in model.sharded_state_dict().items()}
+    assert torch.equal(found.pop("lm_head.weight"), longer["lm_head.weight"])
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name].float(), tensors[name].float()) for name in found)
+
+
+@pytest.mark.ranks(1)
 def test_tensors_that_are_made_in_another_way_are_named(group: dist.ProcessGroup, tmp_path: Path) -> None:
     save("HrmText", tmp_path)
     made = (
@@ -454,6 +475,11 @@ def test_code_of_a_folder_is_not_run(root: Path, tmp_path: Path, monkeypatch: py
         ({"architectures": ["ArceeForSequenceClassification"]}, "a model that labels texts"),
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \[\"LlamaForCausalLM\"\], .* ArceeForCausalLM"),
         ({"num_hidden_layers": "two"}, "transformers does not accept it"),
+        ({"model_type": "musicgen", "architectures": ["MusicgenForCausalLM"]}, "not accept it: Multiple valid text"),
+        (
+            {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
+            "Qwen3_5ForCausalLM; make a folder of the text model",
+        ),
         ({"model_type": "vit", "architectures": ["ViTModel"]}, "transformers has no causal model for it"),
     ],
 )

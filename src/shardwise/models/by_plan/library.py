@@ -39,7 +39,7 @@ _SIZES = {
 }
 _REQUIRED = ("num_layers", "hidden_size", "vocab_size")
 # Largest numbers of fields with these words in their names.
-_MOST = {"size|dim|position|length|embd": 1 << 30, "expert": 1 << 13, "layer|head": 1 << 16}
+_MOST = {"size|dim|position|length|embd": 1 << 30, "expert": 1 << 15, "layer|head": 1 << 16}
 # The longest sequence of a model without a maximum, such as one without attention.
 _UNBOUNDED = 1 << 20
 
@@ -196,6 +196,19 @@ def _conversions_to_files(text: str) -> tuple[list[Any], list[Any]]:
     return of_tensors, [each for each in found if each not in of_tensors]
 
 
+def longer_starts(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """Return longer starts of names in files, as of a text model that was part of another, each with the start here."""
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    assert config.transformers_config is not None
+    names = class_of(config).__name__, json.loads(config.transformers_config)["model_type"]
+    pairs = []
+    for each in next(filter(None, map(mapping.get_checkpoint_conversion_mapping, names)), ()):
+        if (removed := getattr(each, "prefix_to_remove", None)) is not None:
+            start = f"{each.model_prefix}." if each.model_prefix else ""
+            pairs.append((f"{start}{removed}.", start))
+    return tuple(pairs)
+
+
 def stored_as(config: ModelConfig, name: str) -> StoredAs:
     """Return how files hold the parameter or buffer of a name in modules, as ``save_pretrained`` writes it."""
     assert config.transformers_config is not None
@@ -301,6 +314,7 @@ def _explained(text: str, where: str) -> Any:
     try:
         config = _read(text)
         _class_of(config)
+        config.get_text_config()
         return config
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -354,6 +368,10 @@ def _class_of(config: Any) -> Any:
     asked = list(config.architectures or names[:1])
     if len(asked) != 1 or asked[0] not in names:
         wanted = f"it must be {' or '.join(names)}" if names else "transformers has no causal model for it"
+        if names and str(asked[0] if asked else "").endswith("ForConditionalGeneration"):
+            wanted += (
+                "; make a folder of the text model: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
         raise ConfigError(f"architectures is {shown(asked)}, and model_type {config.model_type!r}; {wanted}")
     return getattr(importlib.import_module("transformers"), asked[0])
 

@@ -360,6 +360,9 @@ class PretrainedFolder:
         for old, new in self.architecture.renamed:
             if name.endswith(old):
                 name = name.removesuffix(old) + new
+        for longer, start in self.architecture.longer_starts:
+            if name not in expected and name.startswith(longer):
+                name = start + name.removeprefix(longer)
         with_prefix = self.architecture.prefix + name
         return with_prefix if name not in expected and with_prefix in expected else name
 

@@ -78,6 +78,7 @@ class Architecture:
             ``num_nextn_predict_layers`` of them, which are not read.
         copies: tensors that are copies even in an untied model, with their originals; either may be missing.
         renamed: pairs of an old ending of names and the current ending.
+        longer_starts: pairs of a longer start of names and the start of the table.
         quantizations: values of ``quant_method`` in ``quantization_config`` that are read, dequantised.
         parameters: names in the modules of ``transformers`` 5 of the parameters of routers and experts, which ``peft``
             adapts as parameters; with the placeholder ``{layer}``.
@@ -98,6 +99,7 @@ class Architecture:
     has_mtp: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
+    longer_starts: tuple[tuple[str, str], ...] = ()
     quantizations: tuple[str, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     module_targets: Mapping[str, str] = field(default_factory=dict)

@@ -35,8 +35,10 @@ class ByPlan(Architecture):
     def table_of(self, folder: Mapping[str, Shape]) -> Table:
         """Return the table for the names and the sizes of the folder's tensors."""
         assert isinstance(self.table, _Names)
-        with_prefix = {self.prefix + name: shape for name, shape in folder.items()}
-        return replace(self.table, folder=with_prefix | dict(folder))
+        names = {self.prefix + name: shape for name, shape in folder.items()} | dict(folder)
+        for longer, start in self.longer_starts:
+            names |= {start + name.removeprefix(longer): names[name] for name in folder if name.startswith(longer)}
+        return replace(self.table, folder=names)
 
     def read(self, fields: Fields) -> ModelConfig:
         """Read the sizes of the model, and keep all fields; raise ConfigError if transformers cannot build it."""
@@ -134,6 +136,7 @@ def by_plan(model: ModelConfig) -> ByPlan:
         prefix=f"{kind.base_model_prefix}.",
         table=_Names(model, True),
         of_modules=_Names(model, False),
+        longer_starts=library.longer_starts(model),
         tied={copy: original for copy, original in tied.items() if re.fullmatch(r"[\w.]+", copy + original)},
         ignored=(*(rf"(?:{each}).*" for each in ignored), r"\.rotary_emb\.inv_freq"),
     )
