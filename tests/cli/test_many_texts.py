@@ -18,7 +18,7 @@ from run.run_processes import run_command, run_commands
 
 from shardwise.cli.main import run_subcommand
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokenizer import TextStream, Tokenizer
 from shardwise.models.generation import BatchEngine, LogProb, Sampling
 from shardwise.run import generate_many, score
 from shardwise.run.commands.given_texts import text_to_measure
@@ -136,6 +136,13 @@ def test_stop_strings_are_cut_off_across_tokens(run, capsys):
     prompt = {"prompt": "def f(", "stop": "zzz"}
     (sample,) = generate_many(run.folder, [prompt], stop=stop, max_new_tokens=30, device="cpu")
     assert (sample.text, sample.reason) == (text, "length")
+
+
+def test_the_end_may_complete_a_stop_string(run, monkeypatch):
+    """The text of the last tokens is sometimes known only then."""
+    monkeypatch.setattr(TextStream, "finish", lambda _: "zz")
+    (sample,) = generate_many(run.folder, ["x"], stop="zz", max_new_tokens=3, device="cpu")
+    assert (sample.reason, sample.text.endswith("zz"), len(sample.tokens)) == ("stop", False, 3)
 
 
 def test_log_probs_of_generation_are_those_of_scoring(run, capsys, tmp_path):

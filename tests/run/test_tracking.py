@@ -160,6 +160,15 @@ def test_a_resumed_run_repeats_no_steps(tmp_path: Path, recorded: Path) -> None:
     for steps in (range(5), range(3, 7)):
         track(tmp_path, names, steps)
     assert {name: steps_of(recorded, name) for name in names} == {name: [*range(7)] for name in names}
+    # What a library needs to go on with a run, and what it does not take twice.
+    for name in ("wandb", "trackio"):
+        assert [options["resume"] for _, options in calls(recorded, name, "init")] == ["allow", "allow"]
+    update = [[{"training": {"steps": 5}}], {"allow_val_change": True}]
+    assert calls(recorded, "wandb", "config.update") == [update, update]
+    assert calls(recorded, "wandb", "define_metric") == [[["step"], {}], [["*"], {"step_metric": "step"}]] * 2
+    assert calls(recorded, "mlflow", "set_experiment") == [[["shardwise"], {}]]
+    assert calls(recorded, "mlflow", "log_params") == [[[{"training.steps": "5"}], {}]]
+    assert [args for args, _ in calls(recorded, "mlflow", "log_text")] == [["it is done", "report.txt"]] * 2
 
 
 @pytest.mark.slow
@@ -206,6 +215,43 @@ def test_what_is_written_last_is_tracked_and_how_a_run_ends(
     assert calls(recorded, "mlflow", "finish") == [[["KILLED"], {}]]
 
 
+def test_a_run_that_fails_is_tracked_as_one(tmp_path: Path, recorded: Path) -> None:
+    tracked = Tracking(["wandb", "mlflow"], tmp_path / "trackers")
+
+    def failing() -> None:
+        with tracked:
+            tracked.start("mine", {}, values={"loss": 1.0})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    for process in tracked._processes.values():
+        process.wait()
+    assert calls(recorded, "wandb", "finish") == [[[], {"exit_code": 1}]]
+    assert calls(recorded, "mlflow", "finish") == [[["FAILED"], {}]]
+
+
+def test_a_run_that_is_killed_is_tracked_to_its_end(tmp_path: Path, recorded: Path) -> None:
+    """A line may be read when half of it is written, and signals to all processes of a job do not end the tracker."""
+    metrics, tracked = tmp_path / "metrics.jsonl", Tracking(["mlflow"], tmp_path / "trackers")
+    metrics.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
+    tracked.start("mine", {}, metrics=metrics)
+    process = tracked._processes["mlflow"]
+    wait_for_step(recorded, "mlflow", 0)
+    assert os.getsid(process.pid) == process.pid
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+    with metrics.open("a") as file:
+        file.write('ss": 2.0}\n')
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout:
+        process.stdin.close()
+        assert process.wait() == 0
+    assert steps_of(recorded, "mlflow") == [0, 1]
+    assert calls(recorded, "mlflow", "finish") == [[["FAILED"], {}]]
+
+
 @pytest.mark.parametrize("place", ["import", "init", "log", "finish"])
 def test_a_tracker_that_hangs_is_left(
     tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
@@ -234,10 +280,14 @@ def test_an_evaluation_is_a_run_of_one_step(tmp_path: Path, recorded: Path, monk
     assert not (tmp_path / "runs").exists()
     numbers = _numbers({"results": {"easy": {"acc,none": 0.5, "alias": "easy"}, "hard": {"acc,none": 0}}})
     assert numbers == {"easy/acc.none": 0.5, "hard/acc.none": 0.0}
-    tracking.track_evaluation(["mlflow"], "some/model", {"data": ("a", "b")}, numbers)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    tracking.track_evaluation(["mlflow"], "some/model", {"data": ("a", "b"), "long": "x" * 501}, numbers)
+    assert calls(recorded, "mlflow", "set_experiment") == []
     assert steps_of(recorded, "mlflow") == [0, 0]
     assert [options["run_name"] for _, options in calls(recorded, "mlflow", "init")] == ["eval model"]
-    assert calls(recorded, "mlflow", "log_params")[0][0] == [{"checkpoint": "some/model", "data": "['a', 'b']"}]
+    assert calls(recorded, "mlflow", "log_params")[0][0] == [
+        {"checkpoint": "some/model", "data": "['a', 'b']", "long": "x" * 500}
+    ]
 
 
 @pytest.mark.slow

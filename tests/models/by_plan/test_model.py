@@ -92,10 +92,29 @@ def test_models_whose_tokens_see_those_after_them_are_refused(group: ProcessGrou
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_rounding_is_no_sight_of_later_tokens(
+    group: ProcessGroup, monkeypatch: Any, dtype: torch.dtype, least: float
+) -> None:
+    model = own_model(group, "Arcee", "ArceeForCausalLM", SIZES)
+    logits = torch.ones(2, 6, 37, dtype=dtype)
+    monkeypatch.setattr(model, "_logits", lambda *_: logits)
+    logits[1] -= 0.5 * least
+    model.check_causal()
+    logits[1] -= least
+    with pytest.raises(ConfigError, match="lets tokens see those after them"):
+        model.check_causal()
+
+
+@pytest.mark.ranks(1)
 def test_models_whose_cache_is_not_passed_on_are_refused(group: ProcessGroup, monkeypatch: Any) -> None:
     model = own_model(group, "Mamba", "MambaForCausalLM", SIZES | {"state_size": 4, "time_step_rank": 2})
     monkeypatch.setattr(model, "_cache_argument", "past_key_values")
     with pytest.raises(ConfigError, match="gives other logits with its cache of earlier tokens than without"):
+        model.check_cache()
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(ConfigError, match=r"without \(nan apart of nan\)"):
         model.check_cache()
     monkeypatch.setattr(model.whole, "forward", None)
     with pytest.raises(ConfigError, match="its forward on token ids fails"):

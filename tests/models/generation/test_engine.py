@@ -220,6 +220,10 @@ def test_a_prompt_waits_for_pages_that_texts_need_next(group):
     engine = BatchEngine(make_model(Shape(), group), capacity=12, page_size=4)
     _, rows, _, took_back = rows_and_pages(engine, requests)
     assert (rows, took_back) == (4 + 4 + 8 + 1, False)
+    # It does not wait for those that have all the pages that they may need.
+    requests = [Request([1, 2, 3, 4, 5], 3, GREEDY), Request([6, 7, 8, 9], 1, GREEDY)]
+    _, _, pages, _ = rows_and_pages(engine, requests)
+    assert pages == engine.cache.num_pages
 
 
 @pytest.mark.ranks(2)
@@ -269,6 +273,21 @@ def test_nothing_is_shared_if_frequencies_depend_on_the_length(group):
         found, rows, _, took_back = rows_and_pages(engine, requests)
         assert_as_alone(found, expected, rel=1e-4)
         assert (rows, took_back) == (11 + 11 + 16, False)
+    # Nor does a text at the end of the window give others the pages that it needs again.
+    engine = BatchEngine(model, capacity=44, page_size=4)
+    texts = [Request(list(range(38)), 24, GREEDY), Request(list(range(9)), 12, GREEDY)]
+    *_, took_back = rows_and_pages(engine, texts)
+    assert not took_back
+    topology.destroy()
+
+
+@pytest.mark.ranks(1)
+def test_a_window_of_one_token(group):
+    topology = Topology.create()
+    config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, init_method_std=0.3)
+    model = GPT(config, 11, 1, groups=Groups.of(topology))
+    requests = [Request([token], 4, GREEDY) for token in (3, 8)]
+    assert [each.token_ids for each in generate_all(model, requests)] == [alone(model, each) for each in requests]
     topology.destroy()
 
 

@@ -109,6 +109,14 @@ def test_a_run_that_is_left(group):
         assert_as_alone(dict(engine.run(requests)), [expected[index] for index in range(len(requests))])
 
 
+@pytest.mark.ranks(4)
+def test_ranks_of_a_stage_that_differ_are_an_error_on_every_rank(group):
+    """Also if each of them has what its peers in the other stage have."""
+    topology = Topology.create(tp=2, pp=2)
+    with pytest.raises(DesyncError, match=r"disagree on what to generate: rank \d has '1 requests"):
+        generate_all(stage_of("llama", topology), [Request([1, 2 + topology.rank("tp")], 2)])
+
+
 @pytest.mark.ranks(2)
 def test_errors_of_stages_on_every_rank(group):
     topology = Topology.create(pp=2)

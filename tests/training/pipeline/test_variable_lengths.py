@@ -58,6 +58,9 @@ def test_losses_and_gradients_equal_the_whole_models(group, name):
     # Without gradients, and a number of micro-batches that no stage divides.
     table = forward_only(pp, 2 * pp - 1, CASES[name])
     results = staged.run(table, tuple(part[:-1] for part in batch), forward_only=True)
+    if group.rank() > 0:
+        with pytest.raises(ShardingError, match="call set_input_tensor before forward"):
+            staged.chunks[0](batch[0][0])
     assert_losses_of(whole, losses[:-1], staged, results)
 
 
@@ -147,13 +150,14 @@ def test_an_error_of_any_stage_ends_all_and_the_next_step_is_right(group, name):
             if len(calls) == 3:
                 raise ConfigError(f"stage {failing} has had enough")
 
-        hook = None
-        if group.rank() == failing:
-            hook = staged.chunks[0].register_forward_hook(fail_at_the_third)
+        hook = staged.chunks[0].register_forward_hook(
+            fail_at_the_third if group.rank() == failing else lambda *_, calls=calls: calls.append(True)
+        )
         with pytest.raises(ConfigError, match=f"stage {failing} has had enough"):
             staged.run(schedule, batch)
-        if hook is not None:
-            hook.remove()
+        hook.remove()
+        # Each later stage is told, and computes nothing of what comes then.
+        assert group.rank() < failing or len(calls) == 2 + (group.rank() == failing)
     staged.chunks.zero_grad()
     staged.run(schedule, batch)
     finalize(staged)

@@ -184,7 +184,7 @@ class PlannedStore:
 
     def _logits(self, work: Work) -> Tensor:
         own, device = work.sequence, next(self._model.parameters()).device
-        if own.cache is None or work.start == 0:
+        if own.cache is None:
             own.cache = PlannedCache(self._model)
         ids = torch.tensor([own.context[work.start : work.stop]], device=device)
         positions = torch.arange(work.start, work.stop, device=device)
