@@ -161,6 +161,11 @@ BAD: list[tuple[Callable[[Path], object], type[ShardwiseError], str]] = [
     (config(architectures=["LlamaForQuestionAnswering"]), ConfigError, "architectures is .*QuestionAnswering"),
     (config(hidden_act="mish"), ConfigError, 'hidden_act is "mish"; it must be one of gelu'),
     (config(quantization_config={"bits": 4}), ConfigError, 'quantization_config is {"bits": 4}'),
+    (
+        config(quantization_config={"config_groups": {"group_0": "x" * 99}, "quant_method": "gptq"}),
+        ConfigError,
+        'quantization_config is {"quant_method": "gptq", .*use a folder whose weights are bf16',
+    ),
     (config(dtype="int8"), ConfigError, 'dtype is "int8"'),
     (config(num_key_value_heads=4), ConfigError, "num_key_value_heads is 4; it must be a divisor of .* 6"),
     (config(num_key_value_heads=3), CheckpointError, r"k_proj.*has shape \[16.* asks for \[24"),

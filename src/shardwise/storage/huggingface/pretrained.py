@@ -112,7 +112,11 @@ def config_from_json(
     quantized, readable = values.get("quantization_config"), getattr(architecture, "quantizations", ())
     if quantized is not None and not (isinstance(quantized, dict) and quantized.get("quant_method") in readable):
         ways = "".join(f", or of quant_method {each}" for each in readable)
-        raise fields.error("quantization_config", quantized, f"null: weights must not be quantized{ways}")
+        if isinstance(quantized, dict) and "quant_method" in quantized:
+            # First, because the text of a long value is cut.
+            quantized = {"quant_method": quantized["quant_method"]} | quantized
+        remedy = f"null: weights must not be quantized{ways}; use a folder whose weights are bf16, fp16 or fp32"
+        raise fields.error("quantization_config", quantized, remedy)
     name = next((name for name in ("dtype", "torch_dtype") if values.get(name) not in (None, "auto")), None)
     dtype = None
     if name is not None:
