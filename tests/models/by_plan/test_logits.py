@@ -139,6 +139,17 @@ def looked_at_first(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def looked_at_apart_first(logits: Tensor, labels: Tensor) -> Tensor:
+    # The same memory, which must not be gathered twice, nor be whole in one and split in the other.
+    assert logits.detach().argmax(-1).shape == labels.shape
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def of_its_bits(logits: Tensor, labels: Tensor) -> Tensor:
+    share = (logits.view(torch.int64) >> 62).double().mean()
+    return share * F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def of_another_function(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(_Identity.apply(logits).flatten(0, 1), labels.flatten())
 
@@ -155,6 +166,8 @@ READERS = (
     scaled_by_a_tensor,
     written_through_a_view,
     looked_at_first,
+    looked_at_apart_first,
+    of_its_bits,
     of_another_function,
     added_to_another,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,7 @@ from models.generation.test_engine import alone, requests_of
 
 from shardwise.core.topology import Groups
 from shardwise.models.by_plan import joint, library
-from shardwise.models.by_plan.model import PlannedModel
+from shardwise.models.by_plan.model import PlannedCache, PlannedModel
 from shardwise.models.generation import BatchEngine
 from shardwise.nn import named_param_layouts
 
@@ -83,3 +85,44 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(
     # The first pass of two is a trial, whose result may be that there is none other.
     assert (max(together[1:], default=0) == 4) == KINDS[kind][1]
     assert model.whole.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.ranks(1)
+def test_what_a_trial_does_not_show_and_what_it_does(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Apertus", group)
+    assert joint.may_join(model)
+    # Of all layers, or by the type of the layer.
+    for kind in ("dynamic", "longrope", {"sliding_attention": "default", "full_attention": "dynamic"}):
+        with monkeypatch.context() as patch:
+            patch.setattr(model.whole.model.rotary_emb, "rope_type", kind)
+            assert not joint.may_join(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.whole, "_supports_sdpa", False)
+        assert not joint.may_join(model)
+    assert joint.joins(model)
+    with monkeypatch.context() as patch:
+        by_sequence = joint._attention_by_sequence
+
+        @contextlib.contextmanager
+        def of_its_own(*given: Any) -> Iterator[None]:
+            with by_sequence(*given):
+                functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+                functions[joint._NAME] = functions["sdpa"]
+                yield
+
+        patch.setattr(joint, "_attention_by_sequence", of_its_own)
+        with pytest.raises(NotImplementedError, match="ApertusForCausalLM has attention of its own"):
+            joint.next_logits(model, [1, 2], [PlannedCache(model), PlannedCache(model)])
+        assert not joint.joins(model)
+    read = joint.next_logits
+    monkeypatch.setattr(joint, "next_logits", lambda *given: 1.001 * read(*given))
+    assert not joint.joins(model)
+    for error in (torch.OutOfMemoryError, dist.DistNetworkError):
+
+        def fail(*_: Any, error: type[Exception] = error) -> None:
+            raise error("planted")
+
+        # Not an answer: one rank alone may have it.
+        monkeypatch.setattr(joint, "next_logits", fail)
+        with pytest.raises(error, match="planted"):
+            joint.joins(model)
