@@ -80,7 +80,7 @@ def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
         '{"prompt": "x"}', '{"prompt": ', "[1]", '{"promt": "x"}', '{"prompt": 3}', '{"tokens": [1, true]}', "",
         '{"tokens": [1, 9999]}', '{"prompt": "x", "topk": 3}', '{"prompt": "x", "temperature": -1}', '{"tokens": []}',
         json.dumps({"tokens": [1] * 33}), '{"prompt": "x", "max_new_tokens": 25}', '{"prompt": "x", "stop": ""}',
-        '{"prompt": "\\ud800"}', '{"prompt": "x", "stop": null}', '{"prompt": "x", "tokens": [1]}',
+        '{"prompt": "\\ud800"}', '{"prompt": "x", "top_p": 2}', '{"prompt": "x", "tokens": [1]}',
     ]  # fmt: skip
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(lines))
@@ -106,7 +106,7 @@ def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
             (13, "take 2 pages of 16, and the cache has 1"),
             (14, "stop is ''"),
             (15, "a lone surrogate"),
-            (16, "stop is None; it must be a string or a list of strings"),
+            (16, "top_p is 2.0; it must be over 0 and at most 1"),
             (17, "it has both prompt and tokens; leave one out"),
         ),
         start=1,
@@ -116,6 +116,13 @@ def test_bad_prompts_are_named_and_the_others_answered(run, capsys, tmp_path):
         assert errors[number].startswith(f"{str(file)!r}, line {line}: "), errors[number]
         assert message in errors[number]
         assert errors[number].count(str(file)) == 1
+
+
+def test_null_settings_of_a_prompt_are_as_if_not_given(run):
+    given = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 8, "seed": 3, "stop": "zzz", "device": "cpu"}
+    nulls = dict.fromkeys(("tokens", "messages", "temperature", "top_k", "max_new_tokens", "seed", "stop"))
+    expected = generate_many(run.folder, ["def f("], **given)
+    assert generate_many(run.folder, [{"prompt": "def f("} | nulls], **given) == expected
 
 
 def test_stop_strings_are_cut_off_across_tokens(run, capsys):

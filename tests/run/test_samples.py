@@ -109,6 +109,15 @@ def test_what_nobody_reads_is_named(tokenizer, monkeypatch, tmp_path):
     )
 
 
+def test_labels_that_may_say_what_people_do_not_want_are_named(tokenizer, monkeypatch, tmp_path):
+    encoder = encoder_of(tokenizer, "eos_token")
+    for labels, expected in (((1, 0, 0.0), ["'label' is 0 in 2 of 3 records,"]), ((1, 1, 1), []), ((0, 1, 2), [])):
+        values = [{"prompt": f"{place} is", "completion": " so", "label": label} for place, label in enumerate(labels)]
+        examples = [example_of(Record(f"line {place}", each), "text") for place, each in enumerate(values)]
+        notes = prepared(examples, encoder, monkeypatch, tmp_path).notes
+        assert [note[: len("'label' is 0 in 2 of 3 records,")] for note in notes if "label" in note] == expected
+
+
 def test_rows_of_a_multiple_of_places(tokenizer):
     encoder = encoder_of(tokenizer, "eos_token")
     encoded = [encoder.encode(chat(number, "I am" + " I" * number + ".")) for number in range(9)]

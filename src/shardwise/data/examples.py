@@ -31,7 +31,7 @@ Preferences have the formats of the library ``trl``, with explicit and implicit 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -56,6 +56,7 @@ _ROLES = {name: name for name in _KNOWN_ROLES} | {
 
 # Flags of a message, and whether a true flag means that the message is learned.
 _FLAGS = {"weight": True, "train": True, "trainable": True, "loss": True, "loss_mask": True, "masked": False}
+_OF_FLAGS = {*_FLAGS, "train_detail"}
 
 
 class Flag(NamedTuple):
@@ -75,7 +76,7 @@ class Example:
 
     ``tools`` and ``variables`` are passed to the template. ``flags`` has for each message the flag that says whether it
     is learned, or None; it is empty if no message has a flag. ``unread`` are keys of the record whose texts, lists or
-    flags are not in the example.
+    flags are not in the example. ``label`` is the record's, if it is a number.
     """
 
     where: str
@@ -85,6 +86,7 @@ class Example:
     variables: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[Flag | None, ...] = ()
     unread: tuple[str, ...] = field(default=(), compare=False)
+    label: float | None = field(default=None, compare=False)
 
     @cached_property
     def sha256(self) -> str:
@@ -134,7 +136,13 @@ def is_plain_text(record: Record, text_key: str) -> bool:
 def example_of(record: Record, text_key: str) -> Example:
     """Convert a record to an example."""
     made = _example_of(record, text_key)
-    return made if made.prompt is None and not made.is_chat else replace(made, unread=_unread(record.value, made))
+    if made.prompt is None and not made.is_chat:
+        return made
+    # Set in place, since copies of millions of examples take long.
+    object.__setattr__(made, "unread", _unread(record.value, made))
+    if isinstance(label := record.value.get("label"), int | float):
+        object.__setattr__(made, "label", label)
+    return made
 
 
 def _unread(value: Mapping[str, Any], example: Example) -> tuple[str, ...]:
@@ -144,8 +152,11 @@ def _unread(value: Mapping[str, Any], example: Example) -> tuple[str, ...]:
     else:
         read = tuple(key for key in _CHAT_KEYS if key in value)[:1] or ("instruction", "input", "output", "history")
     read += _OF_CHATS if example.is_chat else ("label",)
-    others = {key: each for key, each in value.items() if key not in read}
-    return tuple(key for key, each in others.items() if each is False or (each and isinstance(each, _CONTENT)))
+    return tuple(
+        key
+        for key, each in value.items()
+        if key not in read and (each is False or (each and isinstance(each, _CONTENT)))
+    )
 
 
 def _example_of(record: Record, text_key: str) -> Example:
@@ -212,7 +223,7 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'{where}: not an object but {kind_of(value)}; a message is {{"role": ..., "content": ...}}')
     message = {name: each for name, each in value.items() if each is not None and name not in _FLAGS}
-    if {"content", "value"} & value.keys() and not message.keys() & {"content", "value"}:
+    if "content" not in message and "value" not in message and ("content" in value or "value" in value):
         # Templates tell None from a missing key.
         message["content"] = None
     for theirs, ours in (("from", "role"), ("value", "content")):
@@ -266,6 +277,8 @@ def _flags_of(messages: Messages, where: str, *given: Any) -> tuple[Flag | None,
 
 def _flag_of(message: Mapping[str, Any], where: str) -> Flag | None:
     found: Flag | None = None
+    if _OF_FLAGS.isdisjoint(message):
+        return None
     if message.get("train_detail"):
         raise DataError(f"{where}: 'train_detail' says which parts are learned, which is not read; remove it")
     for name, learns in _FLAGS.items():
@@ -343,6 +356,8 @@ def _check_no_system(value: Mapping[str, Any], where: str, texts: str) -> None:
 def tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
     """Return the record's ``tools``, or its ``functions`` as tools. Raises DataError if they are invalid."""
     key = "tools" if value.get("tools") is not None else "functions"
+    if value.get(key) is None:
+        return None
     tools = _objects_of(value.get(key), where, key, "a tool")
     return (tools if key == "tools" else [{"type": "function", "function": each} for each in tools]) or None
 
@@ -407,7 +422,8 @@ def is_preference(record: Record) -> bool:
 def preference_of(record: Record) -> Preference:
     """Convert a record to a preference."""
     made = _preference_of(record)
-    return replace(made, unread=_unread(record.value, made))
+    object.__setattr__(made, "unread", _unread(record.value, made))
+    return made
 
 
 def _preference_of(record: Record) -> Preference:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -248,15 +248,16 @@ def records_of_table(file: Path) -> Iterator[Record]:
     try:
         with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:
             most, num_bytes = max(_ALWAYS_READ, _MOST_TIMES * os.fstat(descriptor).st_size), 0
+            converters: dict[str, _Converter] | None = None
+            shared: list[str] = []
             for batch in _batches(arrow, opened, file.suffix.lower() == ".parquet"):
                 # A damaged offset would be read outside the file's memory.
                 batch.validate(full=True)
                 num_bytes += batch.nbytes
-                kinds = {each.name: each.type for each in batch.schema}
-                if len(kinds) < len(batch.schema):
-                    twice = sorted(name for name, count in Counter(batch.schema.names).items() if count > 1)
-                    raise DataError(f"{str(file)!r}: two columns are named {twice[0]!r}; leave one of them out")
-                shared = {name for name, kind in kinds.items() if arrow.types.is_dictionary(kind)}
+                if converters is None:
+                    # All batches of a file have one schema.
+                    converters = _converters(arrow, batch.schema, file)
+                    shared = [each.name for each in batch.schema if arrow.types.is_dictionary(each.type)]
                 for row in chain.from_iterable(
                     batch.slice(first, _ROWS).to_pylist() for first in range(0, batch.num_rows, _ROWS)
                 ):
@@ -268,12 +269,10 @@ def records_of_table(file: Path) -> Iterator[Record]:
                             f"{_MOST_TIMES:,} times as many as the file; leave it out, or write it as JSON lines"
                         )
                     where = f"{str(file)!r}, row {number}"
-                    values = {
-                        # Tools are structs without nulls; see _plain.
-                        name: _plain(arrow, kinds[name], value, f"{where}, {name!r}", depth=int(name == "tools"))
-                        for name, value in row.items()
-                    }
-                    yield Record(where, values)
+                    for name, convert in converters.items():
+                        if row[name] is not None:
+                            row[name] = convert(row[name], where)
+                    yield Record(where, row)
     except DataError:
         raise
     except OSError as error:
@@ -284,26 +283,49 @@ def records_of_table(file: Path) -> Iterator[Record]:
         raise _broken(file, number, error) from error
 
 
-def _plain(arrow: Any, kind: Any, value: Any, where: str, depth: int) -> Any:
-    """Return a value of a table as JSON has it: maps as objects, texts of JSON parsed, without null fields of structs.
+_Converter = Callable[[Any, str], Any]
 
-    Nulls in lists and in texts of JSON stay. So do those of a message, a struct in the list of a column at ``depth`` 0,
-    because a content of null is not a missing one.
+
+def _converters(arrow: Any, schema: Any, file: Path) -> dict[str, _Converter]:
+    """Return for each column what makes its values those of JSON, without columns whose values are."""
+    if twice := sorted(name for name, count in Counter(schema.names).items() if count > 1):
+        raise DataError(f"{str(file)!r}: two columns are named {twice[0]!r}; leave one of them out")
+    # Tools are structs without nulls; see _converter.
+    found = {each.name: _converter(arrow, each.type, each.name, int(each.name == "tools")) for each in schema}
+    return {name: convert for name, convert in found.items() if convert is not None}
+
+
+def _converter(arrow: Any, kind: Any, name: str, depth: int) -> _Converter | None:
+    """Return what makes values of a type those of JSON: maps objects, texts of JSON parsed, no null fields of structs.
+
+    None stands for values that are. Nulls in lists and in texts of JSON stay. So do those of a message, a struct in the
+    list of a column at ``depth`` 0, because a content of null is not a missing one. Values are not null.
     """
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
-    if value is None:
-        return None
     if getattr(kind, "extension_name", "") == "arrow.json":
-        return value_of_line(value, where)
+        return lambda value, where: value_of_line(value, f"{where}, {name!r}")
     if arrow.types.is_struct(kind):
-        fields = {field.name: _plain(arrow, field.type, value[field.name], where, depth + 2) for field in kind}
-        return fields if depth == 1 else {name: item for name, item in fields.items() if item is not None}
+        inner = {field.name: _converter(arrow, field.type, name, depth + 2) for field in kind}
+        if depth == 1 and not any(inner.values()):
+            return None
+
+        def of_struct(value: dict[str, Any], where: str) -> dict[str, Any]:
+            return {
+                key: item if item is None or (convert := inner[key]) is None else convert(item, where)
+                for key, item in value.items()
+                if item is not None or depth == 1
+            }
+
+        return of_struct
     if arrow.types.is_map(kind):
-        return {str(key): _plain(arrow, kind.item_type, item, where, depth + 2) for key, item in value}
-    if isinstance(value, list) and hasattr(kind, "value_field"):
-        return [_plain(arrow, kind.value_type, item, where, depth + 1) for item in value]
-    return value
+        of_item = _converter(arrow, kind.item_type, name, depth + 2)
+        return lambda value, where: {
+            str(key): item if item is None or of_item is None else of_item(item, where) for key, item in value
+        }
+    if hasattr(kind, "value_field") and (of_each := _converter(arrow, kind.value_type, name, depth + 1)) is not None:
+        return lambda value, where: [each if each is None else of_each(each, where) for each in value]
+    return None
 
 
 def _broken(file: Path, number: int, error: Exception) -> DataError:

@@ -19,7 +19,7 @@ from shardwise.data.json_records import check_text, keys_of, kind_of, records_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.commands.text_generation import SamplingRequest, checked_stops
 from shardwise.run.processes.ranks import Ranks
-from shardwise.training.bounds import SEED, check_value, checked
+from shardwise.training.bounds import SEED, annotations_of, check_value, checked, range_of
 
 # Keys of a record with messages.
 _OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
@@ -61,18 +61,23 @@ class Prompt:
         """
         record = {"prompt": value} if isinstance(value, str) else value
         _check_record(record, '{"prompt": "..."}')
-        first, *others = [key for key in ("prompt", "messages", "tokens") if key in record] or ["prompt"]
+        kinds = ("prompt", "messages", "tokens")
+        first, *others = [key for key in kinds if record.get(key) is not None] or ["prompt"]
         if others:
             raise DataError(f"it has both {first} and {others[0]}; leave one out")
         if first == "prompt":
             _string_of(record, "prompt", where)
-        its_text = {"messages", *_OF_CHATS} if first == "messages" else {first}
-        own = {name: record[name] for name in record.keys() - its_text - {"seed", "stop"}}
+        its_text = {*kinds, *(_OF_CHATS if first == "messages" else ())}
+        own = checked(SamplingRequest, {name: record[name] for name in record.keys() - its_text - {"seed", "stop"}}, "")
+        # As in a table, null stands for what is not given.
+        own = {name: value for name, value in own.items() if value is not None}
+        for name, (kind, marks) in annotations_of(SamplingRequest).items():
+            check_value(name, own.get(name), kind, range_of(marks))
         settings = {spec.name: getattr(given, spec.name) for spec in fields(SamplingRequest)}
-        request = SamplingRequest(**settings | checked(SamplingRequest, own, ""))
-        own_seed: Any = record.get("seed", seed)
+        request = SamplingRequest(**settings | own)
+        own_seed: Any = seed if record.get("seed") is None else record["seed"]
         check_value("seed", own_seed, int, SEED)
-        stops = checked_stops(record["stop"]) if "stop" in record else stops
+        stops = stops if record.get("stop") is None else checked_stops(record["stop"])
         if first == "tokens":
             ids = _ids_of(record, "tokens")
             return cls(tokenizer.decode(ids), ids, request, stops, own_seed)

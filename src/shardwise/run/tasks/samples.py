@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -327,6 +327,13 @@ def _notes_unread(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[
     if unread := dict.fromkeys(key for example in examples for key in example.unread):
         first = next(example.where for example in examples if example.unread)
         notes.append(f"keys of the records that are not read: {first_of([*unread], 8)} (first: {first})")
+    unwanted = [example for example in examples if example.label == 0]
+    if unwanted and {example.label for example in examples} <= {0, 1, None}:
+        of = f"{len(unwanted):,} of {counted(len(examples), 'record')}"
+        notes.append(
+            f"'label' is 0 in {of}, which are learned like the others; remove them if 0 says that people do not want "
+            f"the answer (first: {unwanted[0].where})"
+        )
     texts = [example for example in examples if not example.is_chat and example.prompt is None]
     if 0 < len(texts) < len(examples):
         of = f"{len(texts):,} of {len(examples):,} records"
@@ -336,7 +343,9 @@ def _notes_unread(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[
     places: dict[tuple[str, str], list[tuple[Example, int]]] = {}
     for example in examples:
         for role, name, number in _fields(example) if example.is_chat else ():
-            if len(found := places.setdefault((role, name), [])) < LOOKED_AT:
+            if (found := places.get((role, name))) is None:
+                found = places[role, name] = []
+            if len(found) < LOOKED_AT:
                 found.append((example, number))
     for (role, name), found in places.items():
         if not any(_is_shown(encoder.template, example, number, name) for example, number in found):
@@ -352,11 +361,18 @@ def _fields(example: Example) -> Iterator[tuple[str, str, int]]:
     messages = example.messages
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     for number, message in enumerate(messages):
-        is_answer = message["role"] == "assistant"
+        role = message["role"]
         # Templates drop reasoning before the last answer, and answers that are not shown are left out.
-        if not is_answer or number == answers[-1]:
-            names = message.keys() - _BESIDES - ({"content", "tool_calls"} if is_answer else set())
-            yield from ((message["role"], name, number) for name in sorted(names) if message[name])
+        if role != "assistant" or number == answers[-1]:
+            for name in _names(role, tuple(message)):
+                if message[name]:
+                    yield role, name, number
+
+
+@lru_cache(1024)
+def _names(role: str, keys: tuple[str, ...]) -> list[str]:
+    """Return the fields of a message that a template should show."""
+    return sorted({*keys} - _BESIDES - ({"content", "tool_calls"} if role == "assistant" else set()))
 
 
 # Fields of messages that templates read rarely.
