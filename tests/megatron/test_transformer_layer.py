@@ -21,6 +21,7 @@ from shardwise.megatron.layer_parts import (
     MLPSubmodules,
     SelfAttention,
     SelfAttentionSubmodules,
+    TELayerNormColumnParallelLinear,
     get_bias_dropout_add,
 )
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
@@ -329,6 +330,99 @@ def test_what_a_layer_does_not_have_is_refused(case):
     make, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         layer_spec_of(make(), config_of())
+
+
+class Doubled(torch.nn.Module):
+    """A program's wrapper of a linear layer, which does not double a bias that the layer leaves to its caller."""
+
+    def __init__(self, to_wrap):
+        super().__init__()
+        self.to_wrap = to_wrap
+
+    def forward(self, x, *args, **kwargs):
+        output, bias = self.to_wrap(x, *args, **kwargs)
+        return output * 2, bias
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return self.to_wrap.sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+def double_(model, kinds):
+    """Wrap all modules of ``kinds`` under the layers of a model, and return their names."""
+    found = [(name, part) for name, part in model.decoder.named_modules() if isinstance(part, kinds)]
+    for name, part in found:
+        owner, _, child = name.rpartition(".")
+        setattr(model.decoder.get_submodule(owner), child, Doubled(part))
+    return [name for name, _ in found]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_program_may_wrap_linear_layers(group, sequence_parallel):
+    """Selected by Megatron's classes, once and again after a forward; doubled outputs are those of doubled weights."""
+    parallel_state.initialize_model_parallel(2)
+    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel, "add_qkv_bias": True}
+    config = config_of(**settings)
+    wrapped, oracle = (gpt(get_gpt_layer_local_spec(), config) for _ in range(2))
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if name.endswith("bias"):
+                param.add_(torch.linspace(0, 1, len(param), dtype=torch.float64))
+    oracle.load_state_dict(wrapped.state_dict())
+    kinds, keys = (ColumnParallelLinear, RowParallelLinear), wrapped.sharded_state_dict().keys()
+    ids = torch.arange(B * 6).view(B, 6) % V
+
+    def loss_of(model):
+        model.zero_grad()
+        loss = model(ids, None, None, labels=ids).sum()
+        loss.backward()
+        return loss
+
+    for factor in (2, 4):
+        if factor == 2:
+            names = double_(wrapped, kinds)
+            assert sorted(name.rpartition(".")[2] for name in names) == sorted(
+                2 * ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+            )
+        else:
+            double_(wrapped, Doubled)
+        with torch.no_grad():
+            for name in names:
+                layer = oracle.decoder.get_submodule(name)
+                layer.weight.mul_(2)
+                if name.endswith("qkv"):
+                    layer.bias.mul_(2)
+        assert_close_to(loss_of(wrapped), loss_of(oracle), rtol_of_norm=1e-13)
+        for name in names:
+            own = next(part for part in wrapped.decoder.get_submodule(name).modules() if isinstance(part, kinds))
+            expected = oracle.decoder.get_submodule(name).weight.grad * factor
+            assert_close_to(own.weight.grad, expected, rtol_of_norm=1e-10)
+        assert wrapped.sharded_state_dict().keys() == keys
+    if sequence_parallel:
+        with pytest.raises(
+            ConfigError, match="a sequence of 7 positions is split over 2 ranks, and a program's Doubled"
+        ):
+            wrapped(torch.zeros(B, 7, dtype=torch.int64), None, None)
+
+
+@pytest.mark.ranks(1)
+def test_wrapped_layers_have_no_norm_of_transformer_engine(group):
+    parallel_state.initialize_model_parallel(1)
+    config = config_of()
+    model = gpt(get_gpt_layer_with_transformer_engine_spec(), config)
+    double_(model, (TELayerNormColumnParallelLinear,))
+    with pytest.raises(ConfigError, match="build the model by get_gpt_layer_local_spec"):
+        model(torch.zeros(B, S, dtype=torch.int64), None, None)
+    alone = SelfAttention(config, layer_number=1), MLP(config)
+    x = torch.randn(S, B, H, dtype=torch.float64)
+    for part, last in zip(alone, ("linear_proj", "linear_fc2"), strict=True):
+        linear = getattr(part, last)
+        torch.nn.init.ones_(linear.bias)
+        output, bias = part(x)
+        setattr(part, last, Doubled(linear))
+        both, none = part(x)
+        assert none is None
+        assert_close_to(both, output * 2 + bias, rtol_of_norm=1e-13)
 
 
 def test_an_mlp_is_dense():

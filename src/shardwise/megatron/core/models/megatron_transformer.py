@@ -185,7 +185,7 @@ class MegatronTransformer(LanguageModule, TransformerModel):
     def _setup_embeddings(self) -> None:
         """Mark the parameters, at the end of construction and again after ``reset_parameters``."""
         for layer in getattr(self, self.block_name).layers:
-            _move_norms_(layer, self._layer_spec)
+            _move_norms_(layer, self._layer_spec, self.config)
         # A program's own modules may have marked their parameters.
         adopt_marks_(self)
         for module in self.modules():

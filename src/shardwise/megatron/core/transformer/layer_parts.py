@@ -18,8 +18,9 @@ from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
 from shardwise.megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from shardwise.megatron.core.tensor_parallel.module import mark_replicas
+from shardwise.megatron.core.tensor_parallel.module import MegatronLinear, mark_replicas
 from shardwise.megatron.core.transformer.module import IdentityOp, MegatronModule, get_module
+from shardwise.megatron.core.transformer.program_parts import _add_bias
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.megatron.surface import offer
 from shardwise.models.config import ModelConfig
@@ -28,8 +29,11 @@ from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.heads import split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import make_norm
+from shardwise.nn.column import ColumnLinear
 from shardwise.nn.module import parameter_device
 from shardwise.nn.norm import NormFunction
+from shardwise.nn.parallel_linear import ParallelLinear
+from shardwise.nn.row import RowLinear
 
 __getattr__ = absent_names("transformer.attention", "transformer.mlp", "transformer.torch_norm")
 
@@ -129,6 +133,108 @@ def _norm_in(part: Any, linear: Any, config: TransformerConfig) -> nn.Module:
         norm: nn.Module = FusedLayerNorm(config, linear.in_features, config.layernorm_epsilon)
     _move_norm_(norm, linear)
     return norm
+
+
+class _ColumnOfPart(ColumnParallelLinear):
+    """An engine's column layer in an attention or MLP: Megatron's class, and a pair for a call without ``sequence``."""
+
+    computes_as = ColumnLinear
+    returns_bias: bool
+    _multiply = ParallelLinear._multiply
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **options: Any
+    ) -> Any:
+        """Return the output alone for the engine, which gives ``sequence``, and for a program's wrapper with a bias."""
+        if "sequence" in options:
+            return ColumnLinear.forward(self, input_, weight, **options)
+        if isinstance(self, TELayerNormColumnParallelLinear):
+            raise ConfigError(
+                "a program calls linear_qkv or linear_fc1 by Transformer Engine's spec, whose norm the layer computes "
+                "before; build the model by get_gpt_layer_local_spec, whose norms are apart"
+            )
+        if not self.returns_bias:
+            return super().forward(input_, weight, runtime_gather_output, **options)
+        used = self.weight if weight is None else weight
+        assert used is not None
+        self._check_shape(used)
+        output = self._multiply(input_, used, None)
+        return self.gather(output) if runtime_gather_output else output, self.bias
+
+
+class _RowOfPart(RowParallelLinear):
+    """An engine's row layer in an attention or MLP; see ``_ColumnOfPart``. A wrapper gets the bias apart."""
+
+    computes_as = RowLinear
+    _multiply = ParallelLinear._multiply
+
+    def forward(self, input_: Tensor, **options: Any) -> Any:
+        """Return the output alone if the engine calls."""
+        if "sequence" in options:
+            return RowLinear.forward(self, input_, **options)
+        return self._apply_linear(input_, None), self.bias
+
+
+class _NormedColumnOfPart(_ColumnOfPart, TELayerNormColumnParallelLinear):  # type: ignore[misc]  # Any, for calls of the engine.
+    """A ``_ColumnOfPart`` with the parameters of the norm before it."""
+
+
+_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def _offer_linears_(part: Any, config: TransformerConfig) -> None:
+    """Give the linear layers of an engine's attention or MLP Megatron's classes, and let a program replace them.
+
+    A program may set a wrapper in their place, which calls the old layer and returns a pair, as in Megatron.
+    """
+    for name in _LINEARS:
+        linear: Any = getattr(part, name, None)
+        kind = type(linear)
+        if kind is ColumnLinear:
+            linear.__class__ = _NormedColumnOfPart if hasattr(linear, "layer_norm_weight") else _ColumnOfPart
+            linear.returns_bias = name == "linear_fc1"
+            linear.gather_output = linear.disable_grad_reduce = False
+            linear.output_size_per_partition = linear.local_features
+            linear.allreduce_dgrad = linear.tp_size > 1 and not linear.sequence_parallel
+        elif kind is RowLinear:
+            linear.__class__, linear.input_is_parallel = _RowOfPart, True
+            linear.input_size_per_partition = linear.local_features
+        else:
+            continue
+        linear.config, linear.master_weight, linear._keeps_master_weight = config, None, False
+        linear.is_expert = linear.explicit_expert_comm = False
+        linear.expert_parallel = config.expert_model_parallel_size > 1
+        linear.input_size, linear.output_size = linear.in_features, linear.out_features
+        linear.stride, linear.tp_comm_buffer_name = linear.sections, None
+    if _adapt_replaced not in part._forward_pre_hooks.values():
+        part.register_forward_pre_hook(_adapt_replaced)
+
+
+def _adapt_replaced(part: nn.Module, _: Any) -> None:
+    """Let the engine call modules that a program has set in place of linear layers, before each forward."""
+    for name in _LINEARS:
+        linear = part._modules.get(name)
+        is_of_engine = isinstance(linear, ParallelLinear) and not isinstance(linear, MegatronLinear)
+        if linear is None or is_of_engine or isinstance(linear, (_ColumnOfPart, _RowOfPart)):
+            continue
+        if _call_replaced not in linear._forward_pre_hooks.values():
+            linear.register_forward_pre_hook(_call_replaced, with_kwargs=True)
+            linear.register_forward_hook(_sum_of_pair)
+
+
+def _call_replaced(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    called.is_called_by_engine = "sequence" in kwargs
+    sequence = kwargs.pop("sequence", None)
+    if sequence is not None and sequence.group is not None and sequence.length % sequence.group.size():
+        raise ConfigError(
+            f"a sequence of {sequence.length} positions is split over {sequence.group.size()} ranks, and a program's "
+            f"{type(called).__name__} in place of a linear layer needs equal parts; pad the sequence"
+        )
+    return args, kwargs
+
+
+def _sum_of_pair(called: Any, _: Any, output: Any) -> Any:
+    return _add_bias(called, _, output) if called.is_called_by_engine else output
 
 
 class L2Norm(nn.Module):
@@ -356,6 +462,7 @@ class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule,
         super().__init__(config, layer_number, self.tp_group, attn_mask_type=attn_mask_type)
         self.linear_proj.skip_bias_add = True
         self.input_norm = _norm_in(parts.linear_qkv, self.linear_qkv, config)
+        _offer_linears_(self, config)
         mark_replicas(self)
         self.config = config
         config.note_read()
@@ -368,7 +475,7 @@ class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule,
         With ``TELayerNormColumnParallelLinear`` the input is normed first.
         """
         output, _ = super().forward(self.input_norm(hidden_states), attention_mask, **arguments)
-        return output, self.linear_proj.bias
+        return output, _bias_apart(self.linear_proj)
 
 
 class MLP(mlp.MLP, MegatronModule):
@@ -409,6 +516,7 @@ class MLP(mlp.MLP, MegatronModule):
         super().__init__(sized, self.tp_group, input_size=input_size)
         self.linear_fc2.skip_bias_add = True
         self.input_norm = _norm_in(parts.linear_fc1, self.linear_fc1, config)
+        _offer_linears_(self, config)
         mark_replicas(self)
         self.config = config
         config.note_read()
@@ -428,7 +536,12 @@ class MLP(mlp.MLP, MegatronModule):
         The second result is that bias, ``[h]`` or None, which the caller adds.
         """
         _refuse(per_token_scale=per_token_scale, **kwargs)
-        return super().forward(self.input_norm(hidden_states)), self.linear_fc2.bias
+        return super().forward(self.input_norm(hidden_states)), _bias_apart(self.linear_fc2)
+
+
+def _bias_apart(linear: Any) -> Tensor | None:
+    """Return the bias that a last layer has not added; a program's module in its place has added its own."""
+    return linear.bias if isinstance(linear, _RowOfPart) else None
 
 
 def _check_part(parts: Any, name: str, only: Any, *others: Any) -> None:

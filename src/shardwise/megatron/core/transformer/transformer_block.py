@@ -87,7 +87,7 @@ class TransformerBlock(block.TransformerBlock, MegatronModule, metaclass=HasInst
         self.input_tensor: Tensor | None = None
         layers: Any = self.layers
         for layer in layers:
-            _move_norms_(layer, layer_spec)
+            _move_norms_(layer, layer_spec, config)
         adopt_marks_(self)
         mark_replicas(self)
         self.config = config

@@ -75,8 +75,11 @@ class _Spec(TransformerLayerSpec):
     has_fused_fc1: bool = False
 
 
-def _move_norms_(layer: engine_layer.TransformerLayer, spec: TransformerLayerSpec) -> None:
-    """Move parameters of a layer's norms into the linear layers, as the spec says; again if it was done already."""
+def _move_norms_(layer: engine_layer.TransformerLayer, spec: TransformerLayerSpec, config: TransformerConfig) -> None:
+    """Move parameters of a layer's norms into the linear layers, as the spec says, and give these Megatron's classes.
+
+    May be called again.
+    """
     parts: Any = layer
     if getattr(spec, "has_fused_qkv", False) and parts.input_layernorm is not None:
         layer_parts._move_norm_(parts.input_layernorm, parts.self_attention.linear_qkv)
@@ -86,6 +89,9 @@ def _move_norms_(layer: engine_layer.TransformerLayer, spec: TransformerLayerSpe
         and hasattr(parts.mlp, "linear_fc1")
     ):
         layer_parts._move_norm_(parts.pre_mlp_layernorm, parts.mlp.linear_fc1)
+    for part in (parts.self_attention, parts.mlp):
+        if isinstance(part, (engine_attention.SelfAttention, engine_mlp.MLP)):
+            layer_parts._offer_linears_(part, config)
 
 
 _NEEDED = ("input_layernorm", "self_attention", "mlp")
@@ -173,7 +179,7 @@ class TransformerLayer(  # type: ignore[misc]  # Megatron's layers return pairs.
         self.tp_group = groups.tp
         spec = _of_submodules(submodules, config)
         super().__init__(config, spec, layer_number, self.tp_group, groups)
-        _move_norms_(self, spec)
+        _move_norms_(self, spec, config)
         adopt_marks_(self)
         mark_replicas(self)
         self.config = config
