@@ -39,8 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     # A soft cap on logits, and a factor.
     "Gemma2": {},
-    # Its last rank has the row that is not learned.
-    "Cohere": {"pad_token_id": 30},
+    # Its last rank has the row that is not learned, of an id that the texts begin with.
+    "Cohere": {"pad_token_id": 27, "tie_word_embeddings": False},
 }
 # One collective, with three fp32 numbers of each token.
 STATISTICS = [2 * 7 * 3 * 4]
@@ -146,7 +146,7 @@ def looked_at_apart_first(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def of_its_bits(logits: Tensor, labels: Tensor) -> Tensor:
-    share = (logits.view(torch.int64) >> 62).double().mean()
+    share = (logits.view(torch.int64) * 1).double().abs().mean() / 2**62
     return share * F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 

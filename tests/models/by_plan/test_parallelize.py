@@ -201,6 +201,22 @@ def test_models_that_cannot_be_split_are_refused_and_unchanged(group: ProcessGro
     refused(quantized, "it is quantized")
     refused(made("Llama", {"num_attention_heads": 1, "num_key_value_heads": 1}), "1 attention heads cannot be split")
     refused(made("Llama", {"intermediate_size": 1}), r"mlp.gate_proj: colwise splits dimension 0 of \[1, 24\]")
+    makes_none = made("Llama", {})
+    makes_none._tp_plan = {
+        name: style for name, style in makes_none._tp_plan.items() if name[-7:] not in ("up_proj", "te_proj")
+    }
+    refused(
+        makes_none, "layers.0.mlp.down_proj: rowwise reads split features, and the plan splits none of model.layers.0"
+    )
+    of_all_heads = made("Olmo2", {})
+    of_all_heads._tp_plan = of_all_heads._tp_plan | {"model.layers.*.self_attn.q_proj": "colwise"}
+    of_all_heads._tp_plan.pop("model.layers.*.self_attn.q_norm", None)
+    refused(
+        of_all_heads, "self_attn.q_norm: .* splits q_proj, and q_norm normalizes the features of all heads together"
+    )
+    biased = made("Llama", {"mlp_bias": True})
+    biased.model.layers[0].mlp.down_proj.__class__ = type("Own", (nn.Linear,), {"forward": lambda self, x: x})
+    refused(biased, "layers.0.mlp.down_proj: rowwise of a Own with a bias adds it on every rank")
     of_heads = r"layers.0.self_attn.A has an element for each of 3 heads, and the plan splits the heads and not it"
     refused(made("Doge", {"is_moe": False}), of_heads)
     of_copies = (
@@ -263,6 +279,34 @@ def test_what_a_layer_would_lose_is_refused_and_its_state_is_kept(group: Process
     model = parallelize(model, Groups(tp=group))
     assert not any(module.training for module in model.modules())
     assert {name for name, param in model.named_parameters() if not param.requires_grad} == {"lm_head.weight"}
+
+
+class _WithMore(nn.Embedding):
+    """Rows with a norm, and one that is a parameter of its own."""
+
+    def __init__(self, id_of_own: int) -> None:
+        super().__init__(37, 24)
+        self.own, self.norm, self.eoi_token_index = nn.Parameter(torch.ones(24)), nn.LayerNorm(24), id_of_own
+
+    def forward(self, ids: Tensor) -> Tensor:
+        is_own = (ids == self.eoi_token_index).unsqueeze(-1)
+        return torch.where(is_own, self.own, self.norm(super().forward(ids)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("part", [0, 1])
+def test_what_else_an_embedding_has_gets_the_gradients_of_all_ranks(group: ProcessGroup, part: int) -> None:
+    whole = made("Llama", {})
+    # An id of each rank, which the texts have.
+    ids = torch.randint(1, 37, (28,), generator=torch.Generator().manual_seed(6)).tolist()
+    whole.model.embed_tokens = _WithMore(next(each for each in ids if each // 19 == part)).double()
+    model = parallelize(copy.deepcopy(whole), Groups(tp=group))
+    torch.testing.assert_close(run(model), run(whole), rtol=1e-6, atol=1e-6)
+    finalize_gradients_(model, tp_group=group, dp_group=None)
+    dense = {name: param.grad for name, param in whole.named_parameters()}
+    for name, param, layout in named_param_layouts(model, 2):
+        found = gather_parameter(param.grad, layout, group=group)
+        torch.testing.assert_close(found, dense[name], rtol=1e-6, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.ranks(1)
