@@ -61,13 +61,13 @@ def gpt(*, dtype=torch.float64, **settings):
     )
 
 
-def made(model, *, zero=False, config_overrides=None, **options):
+def made(model, *, zero=False, config_overrides=None, wide_sums=True, **options):
     """The wrapped model, and its optimizer."""
     config = model.config
     half = {"bf16": config.bf16, "fp16": config.fp16}
     if any(half.values()):
         model = Float16Module(config, model)
-    sums = {"grad_reduce_in_fp32": any(half.values()), "overlap_grad_reduce": True, "bucket_size": 300}
+    sums = {"grad_reduce_in_fp32": wide_sums and any(half.values()), "overlap_grad_reduce": True, "bucket_size": 300}
     wrapped = DistributedDataParallel(
         config, DistributedDataParallelConfig(use_distributed_optimizer=zero, **sums), model
     )
@@ -301,6 +301,43 @@ def test_experts_have_the_norm_of_one_rank(group):
         parallel_state.destroy_model_parallel()
     assert found[1] == pytest.approx(found[0], rel=1e-11)
     assert found[2] == pytest.approx(found[0], rel=1e-11)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero"])
+def test_gradients_in_16_bits_are_clipped_in_fp32(group, zero):
+    """Twice, with gradients that stay as they are, and once without clipping after a clipped step was left out."""
+    parallel_state.initialize_model_parallel()
+    model = gpt(dtype=torch.bfloat16)
+    wrapped, optimizer = made(model, zero=zero, wide_sums=False, weight_decay=0.0)
+    params = [*model.parameters()]
+    copies = [torch.nn.Parameter(param.detach().float()) for param in params]
+    oracle = torch.optim.AdamW(copies, lr=0.05, weight_decay=0.0)
+    random = torch.Generator().manual_seed(0)
+    for clips, steps in ((True, True), (True, True), (True, False), (False, True)):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        for param, copy in zip(params, copies, strict=True):
+            param.main_grad.copy_(torch.randn(param.shape, generator=random) * (1.0 if clips else 1e-3))
+            copy.grad = param.main_grad.float()
+        before = [param.main_grad.clone() for param in params]
+        norm = torch.nn.utils.get_total_norm([copy.grad for copy in copies])
+        assert optimizer.clip_grad_norm(0.2 if clips else 0.0) == pytest.approx(norm.item(), rel=1e-5)
+        assert optimizer.get_grad_norm() == pytest.approx(0.2 if clips else norm.item(), rel=1e-4)
+        for param, gradient in zip(params, before, strict=True):
+            assert_bit_equal(param.main_grad, gradient)
+        if steps:
+            torch.nn.utils.clip_grads_with_norm_(copies, 0.2 if clips else 1e9, norm)
+            optimizer.step_with_ready_grads()
+            oracle.step()
+    for param, copy in zip(params, copies, strict=True):
+        assert_close_to(param.detach(), copy.detach().bfloat16(), rtol_of_norm=1e-3)
+    # Bits that a clipped gradient had lost would be missing in the running means.
+    found, expected = (
+        torch.cat([state["exp_avg"].flatten() for state in each.state.values()]).sort().values
+        for each in (optimizer, oracle)
+    )
+    assert_close_to(found, expected, rtol_of_norm=1e-5)
 
 
 @pytest.mark.ranks(1)

@@ -27,6 +27,7 @@ from shardwise.megatron.core.sharded_entries import ShardedTensorFactory
 from shardwise.megatron.core.utils import unwrap_model
 from shardwise.megatron.surface import offer
 from shardwise.training.gradients import Share
+from shardwise.training.gradients.finalize import gradients_of
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.clipping import scale_gradients_
 from shardwise.training.optimizer.grad_norm import global_grad_norm, num_zeros
@@ -167,6 +168,8 @@ class _OptimizerOfChunks(MegatronOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients."""
         self._engine.zero_grad(set_to_none)
+        if (masters := self._masters) is not None:
+            masters.factor_of_copies = 1.0
 
     def get_loss_scale(self) -> Tensor:
         """Return the factor of the loss, ``[1]`` in fp32."""
@@ -180,7 +183,8 @@ class _OptimizerOfChunks(MegatronOptimizer):
     @torch.no_grad()
     def get_grad_norm(self) -> float:
         """Return the 2-norm of the whole model's gradient. Collective."""
-        return float(global_grad_norm(self._model, **self._of_norm))
+        later = 1.0 if self._masters is None else self._masters.factor_of_copies
+        return float(global_grad_norm(self._model, **self._of_norm)) * later
 
     @torch.no_grad()
     def count_zeros(self) -> float:
@@ -189,8 +193,13 @@ class _OptimizerOfChunks(MegatronOptimizer):
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Scale the gradients so that their norm is at most ``clip_grad``, and return the norm before. Collective."""
-        norm = self.get_grad_norm()
-        self._scale_gradients_(norm, clip_grad)
+        norm, masters = self.get_grad_norm(), self._masters
+        own = gradients_of(self._model.parameters())
+        if masters is None or any(gradient.dtype.itemsize > 2 for gradient in own):
+            self._scale_gradients_(norm, clip_grad)
+        elif 0 < clip_grad < norm + 1e-6:
+            # As in Megatron, 16-bit gradients stay as they are, and their fp32 copies are scaled.
+            masters.factor_of_copies *= clip_grad / (norm + 1e-6)
         return norm
 
     @torch.no_grad()

@@ -85,6 +85,8 @@ class _OfOtherTensors:
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.why_not_fused: str | None = optimizer.why_not_fused
         self._others = others
+        # Factor of copies of narrower gradients in the next step: a product in 16 bits would be rounded.
+        self.factor_of_copies = 1.0
 
     @property
     def innermost(self) -> Any:
@@ -100,9 +102,15 @@ class _OfOtherTensors:
     @torch.no_grad()
     def step(self) -> None:
         """Update the other tensors from the gradients of the parameters (``gradient_of``)."""
+        copies = []
         for param, other in self._others.items():
             gradient = gradient_of(param)
             other.grad = None if gradient is None else gradient.to(other.dtype)
+            if other.grad is not None and other.grad is not gradient:
+                copies.append(other.grad)
+        if copies and self.factor_of_copies != 1.0:
+            torch._foreach_mul_(copies, self.factor_of_copies)
+        self.factor_of_copies = 1.0
         self.optimizer.step()
         for other in self._others.values():
             other.grad = None
