@@ -167,6 +167,12 @@ def test_fp32_copies_and_tied_stages_are_loaded_bit_for_bit(group, tmp_path, mon
         for key, weight in weights.items():
             assert_bit_equal(weight, expected[key], name=f"{name}: {key}")
         loaded[name] = run_state(session)
+    for name in ("zero", "stages"):
+        # Each element is written once, also of a weight that two stages have.
+        pieces = (view for shard in loaded[name].values() for _, view in shard.written_pieces())
+        number = torch.tensor(sum(view.numel() for view in pieces))
+        dist.all_reduce(number, group=group)
+        assert number == elements_of(loaded["plain"]), name
     assert loaded["zero"].keys() == loaded["plain"].keys()
     for key, shard in loaded["zero"].items():
         start, stop = shard.interval

@@ -361,6 +361,7 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
             lambda config, tensors: tensors.update({"base_model.model.model.norm.weight": torch.ones(36)}))  # fmt: skip
     refused(ConfigError, "peft_type is 'IA3'", lambda config, tensors: config.update(peft_type="IA3"))
     refused(ConfigError, "task_type is SEQ_CLS", lambda config, tensors: config.update(task_type="SEQ_CLS"))
+    refused(ConfigError, "task_type is TOKEN_CLS", lambda config, tensors: config.update(task_type="TOKEN_CLS"))
     refused(ConfigError, "init_lora_weights is 'pissa'", lambda config, tensors: config.update(init_lora_weights="pissa"))  # fmt: skip # noqa: E501
     with pytest.raises(CheckpointError, match=r"of another model: it has 'base_model\.model\.transformer"):
         load_adapter_(model, folders / "gpt2" / "adapter", architecture)

@@ -110,6 +110,10 @@ def test_what_is_trained_beside_adapters_is_as_in_peft(group, folders, tmp_path)
         check_files(tmp_path / case, folder / "adapter")
         merge_lora_(model)
         assert_close_to(logits_of(model, expected["ids"]), expected["after"], rtol_of_norm=CLOSE, name=f"{case} merged")
+        with lora_disabled(model):
+            assert_close_to(
+                logits_of(model, expected["ids"]), expected["after"], rtol_of_norm=CLOSE, name=f"{case} stays"
+            )
         unmerge_lora_(model)
         assert_close_to(logits_of(model, expected["ids"]), expected["after"], rtol_of_norm=CLOSE, name=case)
         merge_lora_(model)
@@ -151,7 +155,9 @@ def test_stages_train_beside_adapters_what_they_hold(group, folders, tmp_path):
 def test_patterns_are_written_without_adapters_in_layers(group, folders, tmp_path):
     architecture = read_config(folders / "outer").architecture
     model = load(folders / "outer", group)
-    config = LoraConfig(r=5, target_modules=("embed_tokens", "lm_head"), rank_pattern={"embed_tokens": 3})
+    config = LoraConfig(
+        r=5, lora_alpha=2.5, target_modules=("embed_tokens", "lm_head"), rank_pattern={"embed_tokens": 3}
+    )
     add_lora_(model, config, architecture)
     save_adapter(model, tmp_path / "adapter", architecture)
     dist.barrier(group=group)

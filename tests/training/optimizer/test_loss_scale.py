@@ -21,6 +21,15 @@ def test_it_falls_and_rises():
     assert scale.scale == 256.0
 
 
+def test_it_has_limits():
+    scale = DynamicLossScale(scale=2.0**32, growth_interval=1)
+    scale.keep_()
+    assert scale.scale == 2.0**32
+    # A loss times 0 has no gradient, and no doubling would ever end that.
+    scale.restore_({"scale": 0, "num_good": 0})
+    assert scale.scale == 2.0**-64
+
+
 def test_it_goes_on_from_a_checkpoint():
     scale = DynamicLossScale(growth_interval=4)
     scale.skip_(0)

@@ -30,7 +30,7 @@ from shardwise.run.settings import (
 )
 from shardwise.training.optimizer import muon as muon_module
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.muon import Muon, orthogonalized
+from shardwise.training.optimizer.muon import Muon, distribute_matrices, orthogonalized, product_dtype
 from shardwise.training.optimizer.optimizer import optimizer_state, set_learning_rate_
 
 SHARED = {"learning_rate": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
@@ -263,6 +263,13 @@ def test_singular_values_end_near_one(group):
         assert values.quantile(0.1) > 0.5
     assert not orthogonalized(torch.zeros(3, 5)).any()
     assert orthogonalized(torch.ones(1, 4)).norm() == pytest.approx(1, abs=0.35)
+
+
+def test_work_is_divided_by_what_it_costs():
+    """A step costs the elements times the shorter side."""
+    assert distribute_matrices([(10, 10), (50, 2), (2, 50)], 2) == [[0], [1, 2]]
+    # In fp16 the sums of products may overflow.
+    assert [product_dtype(dtype) for dtype in (torch.float16, torch.bfloat16)] == [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.ranks(1)

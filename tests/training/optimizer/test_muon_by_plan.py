@@ -44,7 +44,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
 }
 
 
-@pytest.mark.sample(4)
+# Seven have each kind.
+@pytest.mark.sample(7)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_are_those_of_whole_matrices(group: dist.ProcessGroup, kind: str) -> None:
