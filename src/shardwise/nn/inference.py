@@ -395,8 +395,8 @@ def _plain(linear: nn.Module, kind: type[M]) -> M:
             f"layers for inference have no {addition}, and this model has; merge them into it, or use the training "
             "layers"
         )
-    # A subclass that computes as a plain layer says so.
-    if not isinstance(linear, kind) or getattr(linear, "computes_as", type(linear)) is not kind:
+    # A subclass that computes as a plain layer says so, for itself alone.
+    if not isinstance(linear, kind) or vars(type(linear)).get("computes_as", type(linear)) is not kind:
         raise ConfigError(
             f"an inference layer is made from a {kind.__name__}, and this layer is of another class, "
             f"{type(linear).__name__}; use the training layers for this model"

@@ -178,6 +178,8 @@ class _RowOfPart(RowParallelLinear):
 class _NormedColumnOfPart(_ColumnOfPart, TELayerNormColumnParallelLinear):  # type: ignore[misc]  # Any, for calls of the engine.
     """A ``_ColumnOfPart`` with the parameters of the norm before it."""
 
+    computes_as = ColumnLinear
+
 
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
