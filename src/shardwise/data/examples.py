@@ -44,7 +44,7 @@ Messages = tuple[Mapping[str, Any], ...]
 
 _CHAT_KEYS = ("messages", "conversations")
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# What any chat may have besides its messages; "functions" is read without "tools".
+# Keys that any chat may have besides its messages; "functions" is read if there are no "tools".
 _OF_CHATS = ("tools", "functions", "system", "chat_template_kwargs", "label")
 _CONTENT = (str, list, dict, bool)
 _CALL_ROLE = "function_call"
@@ -146,7 +146,7 @@ def example_of(record: Record, text_key: str) -> Example:
 
 
 def _unread(value: Mapping[str, Any], example: Example) -> tuple[str, ...]:
-    """Return the keys of a record of which the example has nothing, without numbers and what is empty."""
+    """Return the keys of a record that the example does not use, except numbers and empty values."""
     if isinstance(example, Preference) or example.prompt is not None:
         read: tuple[str, ...] = ("prompt", "completion", *_KEYS)
     else:

@@ -198,7 +198,7 @@ class _OptimizerOfChunks(MegatronOptimizer):
         if masters is None or any(gradient.dtype.itemsize > 2 for gradient in own):
             self._scale_gradients_(norm, clip_grad)
         elif 0 < clip_grad < norm + 1e-6:
-            # As in Megatron, 16-bit gradients stay as they are, and their fp32 copies are scaled.
+            # As in Megatron, 16-bit gradients keep their values, and their fp32 copies are scaled.
             masters.factor_of_copies *= clip_grad / (norm + 1e-6)
         return norm
 

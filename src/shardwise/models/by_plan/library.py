@@ -145,7 +145,7 @@ def allocate_(model: Any, device: torch.device) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in stored:
             tensor._is_hf_initialized = True
-        # What should fill a buffer and does not is seen, whatever the memory held.
+        # A buffer that no file fills then gives NaN everywhere, instead of numbers that happened to be in memory.
         if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
             tensor.fill_(torch.nan)
     with device:
@@ -187,7 +187,7 @@ _WAYS: dict[tuple[tuple[str, int | None], ...], str] = {
 
 @lru_cache(maxsize=8)
 def _conversions_to_files(text: str) -> tuple[list[Any], list[Any]]:
-    """Return the conversions of tensors, of which the first that fits is done, and then those of names, all of them."""
+    """Return the conversions of tensors (the first that fits is applied) and those of names (all are, afterwards)."""
     mapping = importlib.import_module("transformers.conversion_mapping")
     found = mapping.get_model_conversion_mapping(_outline(text), add_legacy=False)
     # As in ``save_pretrained`` of a model that comes from no file, which may have a prefix or not.
